@@ -1,0 +1,24 @@
+"""MXFP4 quantization for training: formats, Hadamard rotations, GEMMs, layers and recipes.
+
+    import mxfp4
+    q = mxfp4.quantize(x, hadamard=mxfp4.Hadamard(16))     # x: [M, K], blocks of 32 along K
+    y = mxfp4.matmul(q, mxfp4.quantize(w, hadamard=mxfp4.Hadamard(16)))
+    model = mxfp4.convert(model, "mxfp4+h16")              # train with it
+"""
+
+from mxfp4.numerics.hadamard import Hadamard, hadamard_transform
+from mxfp4.numerics.matmul import matmul
+from mxfp4.numerics.quantize import fake_quantize, quantize
+from mxfp4.numerics.tensor import MXTensor
+from mxfp4.numerics.version import SEMANTICS_VERSION
+
+__version__ = "0.1.0"
+__all__ = [
+    "SEMANTICS_VERSION",
+    "Hadamard",
+    "MXTensor",
+    "fake_quantize",
+    "hadamard_transform",
+    "matmul",
+    "quantize",
+]

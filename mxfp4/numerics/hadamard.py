@@ -1,0 +1,99 @@
+"""The block Hadamard rotation: groups of `size` neighbours along an axis, times a Sylvester matrix over sqrt(size).
+
+H is symmetric and orthogonal, so rotating both operands of a GEMM along its contraction axis changes nothing in exact
+arithmetic: (X H)(W H)^T = X W^T. A sign vector d in front, x -> (x * d) H, cancels in the same way (the randomized
+Hadamard transform). P1 uses size 16 without signs.
+
+The transform is a butterfly of FP32 additions in a fixed order, stages of distance 1, 2, 4, ..., then one
+multiplication: every backend gives the same bits. A matrix product would not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mxfp4.numerics.formats import one_of
+from mxfp4.numerics.philox import as_seed, random_signs
+
+SIZES = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Hadamard:
+    """Which rotation: block `size`, and `signs`.
+
+    `signs` is None (deterministic Sylvester), a tuple of `size` numbers +1 or -1, or "seed": drawn from the seed that
+    the call is given. Raises ValueError for any other size or signs.
+    """
+
+    size: int = 16
+    signs: tuple[int, ...] | str | None = None
+
+    def __post_init__(self):
+        one_of("Hadamard size", self.size, SIZES)
+        if self.signs is None or self.signs == "seed":
+            return
+        if isinstance(self.signs, str):
+            raise ValueError(f"Hadamard signs={self.signs!r} is not known; allowed: None, 'seed', a vector of +1 and -1")
+        signs = tuple(int(s) for s in self.signs)
+        if len(signs) != self.size or any(s not in (1, -1) for s in signs):
+            raise ValueError(f"Hadamard signs must be {self.size} numbers +1 or -1, got {tuple(self.signs)!r}")
+        object.__setattr__(self, "signs", signs)
+
+    def resolve(self, seed: Tensor | None, stream: int, device: torch.device) -> Tensor | None:
+        """The sign vector as FP32 [size] on `device`, or None where there is none."""
+        if self.signs is None:
+            return None
+        if self.signs == "seed":
+            return random_signs(as_seed(seed, device), self.size, stream)
+        return torch.tensor(self.signs, dtype=torch.float32, device=device)
+
+
+def rotate_last(x: Tensor, size: int, signs: Tensor | None = None, inverse: bool = False) -> Tensor:
+    """FP32 `x` [..., K] rotated in groups of `size` along its last axis; K must be a multiple of `size`."""
+    shape = x.shape
+    x = x.reshape(-1, size)
+    if signs is not None and not inverse:
+        x = x * signs
+    distance = 1
+    while distance < size:
+        pairs = x.view(-1, size // (2 * distance), 2, distance)
+        a, b = pairs[:, :, 0], pairs[:, :, 1]
+        x = torch.stack([a + b, a - b], dim=2).view(-1, size)
+        distance *= 2
+    x = x * (1.0 / math.sqrt(size))
+    if signs is not None and inverse:
+        x = x * signs
+    return x.view(shape)
+
+
+def hadamard_transform(
+    x: Tensor, hadamard: Hadamard | None = Hadamard(), *, axis: int = -1, seed=None, inverse: bool = False
+) -> Tensor:
+    """`x` rotated along `axis`, in FP32. `inverse=True` undoes it; `seed` is needed for signs drawn from a seed.
+
+    Raises ValueError when the size of the axis is not a multiple of the rotation's, or when signs="seed" comes
+    without a seed.
+    """
+    if hadamard is None:
+        return x.float()
+    if hadamard.signs == "seed" and seed is None:
+        raise ValueError('hadamard_transform with signs="seed" needs seed=...: another seed would not undo it')
+    check_multiple(x, axis, hadamard.size, "the Hadamard size")
+    signs = hadamard.resolve(None if seed is None else as_seed(seed, x.device), 0, x.device)
+    return rotate_last(x.float().movedim(axis, -1), hadamard.size, signs, inverse).movedim(-1, axis)
+
+
+def check_multiple(x: Tensor, axis: int, of: int, what: str) -> None:
+    """Raise ValueError unless `axis` exists and its size is a positive multiple of `of`."""
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis={axis} does not exist in a tensor of shape {tuple(x.shape)}")
+    size = x.shape[axis]
+    if size == 0 or size % of:
+        raise ValueError(
+            f"axis {axis} of shape {tuple(x.shape)} has size {size}, which is not a positive multiple of {of} ({what})"
+        )

@@ -1,0 +1,72 @@
+"""Block quantization in plain torch: the twin of the Triton kernels, and the path on the CPU.
+
+Everything here works along the last axis of an FP32 tensor: rotate, take block maxima, compute the scale bytes, divide
+by the scale, round. `quantize.py` puts the axis last, checks arguments and wraps the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mxfp4.numerics.formats import BLOCK, E8M0_NAN, ElemFormat, e8m0_value, encode, pack_nibbles
+from mxfp4.numerics.hadamard import rotate_last
+from mxfp4.numerics.philox import random16
+from mxfp4.numerics.rounding import round_nearest, round_stochastic
+from mxfp4.numerics.scales import inverse_scale, scale_byte
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """How to quantize, without the data: what the kernels specialise on."""
+
+    fmt: ElemFormat
+    block: str  # "1d": 1x32 along the last axis, "2d": 32x32 over the last two
+    scale_rule: str
+    stochastic: bool
+    hadamard: int  # size of the rotation, 0 for none
+    stream: int = 0  # third coordinate of the random numbers, beside seed and element index
+
+
+def spread(byte: Tensor, block: str) -> Tensor:
+    """One entry a block -> one entry an element: [..., K/32] -> [..., K], for 2D [..., R/32, K/32] -> [..., R, K]."""
+    wide = byte.repeat_interleave(BLOCK, dim=-1)
+    return wide.repeat_interleave(BLOCK, dim=-2) if block == "2d" else wide
+
+
+def block_amax(x: Tensor, block: str) -> Tensor:
+    """Largest magnitude of each block; NaN where a block holds one."""
+    amax = x.abs().unflatten(-1, (-1, BLOCK)).amax(-1)
+    return amax.unflatten(-2, (-1, BLOCK)).amax(-2) if block == "2d" else amax
+
+
+def round_in_blocks(x: Tensor, spec: BlockSpec, signs: Tensor | None, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """FP32 [..., K] -> (element values on the grid of `spec.fmt`, FP32 [..., K]; scale bytes, uint8 per block).
+
+    The elements of a block that holds NaN or infinity are 0; its byte, 255, makes every value NaN.
+    """
+    if spec.hadamard:
+        x = rotate_last(x, spec.hadamard, signs)
+    byte = scale_byte(block_amax(x, spec.block), spec.fmt, spec.scale_rule)
+    wide = spread(byte, spec.block)
+    scaled = torch.where(wide == E8M0_NAN, 0.0, x * inverse_scale(wide))
+    if spec.stochastic:
+        return round_stochastic(scaled, spec.fmt, random16(seed, scaled.shape, spec.stream)), byte
+    return round_nearest(scaled, spec.fmt), byte
+
+
+def quantize_packed(x: Tensor, spec: BlockSpec, signs: Tensor | None, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """FP32 [..., K] -> (codes, uint8 [..., K/2] for E2M1 else [..., K]; scale bytes)."""
+    value, byte = round_in_blocks(x, spec, signs, seed)
+    code = encode(value, spec.fmt)
+    return (pack_nibbles(code) if spec.fmt.bits == 4 else code), byte
+
+
+def quantize_dequantize(
+    x: Tensor, spec: BlockSpec, signs: Tensor | None, seed: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """FP32 [..., K] -> the values that `quantize_packed` stands for, in `dtype`, still in the rotated basis."""
+    value, byte = round_in_blocks(x, spec, signs, seed)
+    return (value * spread(e8m0_value(byte), spec.block)).to(dtype)

@@ -1,0 +1,107 @@
+"""quantize and fake_quantize: the public way into MX block quantization (OCP MX v1.0, section 6.3)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mxfp4.numerics.formats import BLOCK, elem_format, one_of
+from mxfp4.numerics.hadamard import Hadamard, check_multiple
+from mxfp4.numerics.kernels.quantize_torch import BlockSpec, quantize_dequantize, quantize_packed
+from mxfp4.numerics.philox import as_seed
+from mxfp4.numerics.rounding import ROUNDINGS
+from mxfp4.numerics.scales import SCALE_RULES
+from mxfp4.numerics.tensor import MXTensor
+
+BLOCKS = ("1d", "2d")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@torch.no_grad()
+def quantize(
+    x: Tensor,
+    *,
+    axis: int = -1,
+    block: str = "1d",
+    elem: str = "e2m1",
+    scale_rule: str = "floor",
+    rounding: str = "nearest",
+    hadamard: Hadamard | None = None,
+    seed: int | Tensor | None = None,
+) -> MXTensor:
+    """Quantize `x` to MX blocks along `axis`, the axis that a GEMM will contract.
+
+    x: float tensor of any strides, at least 1-D (2-D for 2D blocks). FP64 is rounded to FP32 first.
+    block: "1d" (1x32 along `axis`) or "2d" (32x32 over the last two axes).
+    elem: "e2m1" (MXFP4), "e4m3", "e5m2" (MXFP8).
+    scale_rule: "floor" (the OCP rule), "even", "ceil", "rceil": see `mxfp4.numerics.scales`.
+    rounding: "nearest" (ties to even) or "stochastic"; both saturate.
+    hadamard: rotation along `axis` before the block maximum, in FP32.
+    seed: int or one-element int64 tensor, for stochastic rounding and for signs="seed". The same seed gives the same
+        bytes on every backend; None draws a new one from torch's generator at each call.
+
+    A zero block has scale byte 0; a block that holds NaN or infinity (also after rotation) has byte 255 and codes 0.
+    Raises TypeError for non-float input, ValueError when `axis` (for 2D blocks: either axis) is not a positive
+    multiple of 32, or of the rotation's size, and for unknown names. Zero rows give an empty result.
+    """
+    data, spec, signs, seed = _prepare(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream=0)
+    qdata, scale = quantize_packed(data, spec, signs, seed)
+    return MXTensor(qdata, scale, elem, block, _negative(axis, x.ndim), tuple(x.shape), hadamard, signs)
+
+
+@torch.no_grad()
+def fake_quantize(
+    x: Tensor,
+    *,
+    axis: int = -1,
+    block: str = "1d",
+    elem: str = "e2m1",
+    scale_rule: str = "floor",
+    rounding: str = "nearest",
+    hadamard: Hadamard | None = None,
+    seed: int | Tensor | None = None,
+    stream: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`quantize(x, ...).dequantize(dtype)` in one pass, nothing packed: same arguments, same values, same errors.
+
+    The result is shaped like x, in `dtype` (None: FP32), in the rotated basis; in memory `axis` is last. `stream`
+    separates draws that share a seed.
+    """
+    data, spec, signs, seed = _prepare(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream)
+    return quantize_dequantize(data, spec, signs, seed, dtype or torch.float32).movedim(-1, axis)
+
+
+def _prepare(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream):
+    """Check every argument; return the FP32 data with `axis` last, the spec, the signs and the seed."""
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"x must be a float32, bfloat16, float16 or float64 tensor, got {kind}")
+    fmt = elem_format(elem)
+    one_of("block", block, BLOCKS)
+    one_of("scale_rule", scale_rule, SCALE_RULES)
+    one_of("rounding", rounding, ROUNDINGS)
+    if hadamard is not None and not isinstance(hadamard, Hadamard):
+        raise TypeError(f"hadamard must be None or an mxfp4.Hadamard, got {hadamard!r}")
+    check_multiple(x, axis, BLOCK, "the block size")
+    if hadamard is not None:
+        check_multiple(x, axis, hadamard.size, "the Hadamard size")
+    if block == "2d":
+        if x.ndim < 2 or _negative(axis, x.ndim) < -2:
+            raise ValueError(f"2D blocks need axis -1 or -2 of at least 2 axes, got axis={axis}, shape {tuple(x.shape)}")
+        other = -3 - _negative(axis, x.ndim)
+        if x.shape[other] % BLOCK:
+            raise ValueError(
+                f"axis {other} of shape {tuple(x.shape)} has size {x.shape[other]}, which is not a multiple of "
+                f"{BLOCK} (2D blocks are 32x32)"
+            )
+    stochastic = rounding == "stochastic"
+    random_sign = hadamard is not None and hadamard.signs == "seed"
+    seed = as_seed(seed, x.device) if stochastic or random_sign else None
+    signs = None if hadamard is None else hadamard.resolve(seed, stream, x.device)
+    spec = BlockSpec(fmt, block, scale_rule, stochastic, 0 if hadamard is None else hadamard.size, stream)
+    return x.detach().movedim(axis, -1).contiguous().float(), spec, signs, seed
+
+
+def _negative(axis: int, ndim: int) -> int:
+    return axis if axis < 0 else axis - ndim
