@@ -11,14 +11,24 @@ from mxfp4.numerics.matmul import matmul
 from mxfp4.numerics.quantize import fake_quantize, quantize
 from mxfp4.numerics.tensor import MXTensor
 from mxfp4.numerics.version import SEMANTICS_VERSION
+from mxfp4.training.linear import MXFP4Linear, convert, set_step
+from mxfp4.training.recipe import RECIPES, Gemm, Operand, Recipe, recipe
 
 __version__ = "0.1.0"
 __all__ = [
+    "RECIPES",
     "SEMANTICS_VERSION",
+    "Gemm",
     "Hadamard",
+    "MXFP4Linear",
     "MXTensor",
+    "Operand",
+    "Recipe",
+    "convert",
     "fake_quantize",
     "hadamard_transform",
     "matmul",
     "quantize",
+    "recipe",
+    "set_step",
 ]

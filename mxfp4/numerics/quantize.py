@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mxfp4.numerics import ops
 from mxfp4.numerics.formats import BLOCK, elem_format, one_of
 from mxfp4.numerics.hadamard import Hadamard, check_multiple
-from mxfp4.numerics.kernels.quantize_torch import BlockSpec, quantize_dequantize, quantize_packed
 from mxfp4.numerics.philox import as_seed
 from mxfp4.numerics.rounding import ROUNDINGS
 from mxfp4.numerics.scales import SCALE_RULES
@@ -44,8 +44,9 @@ def quantize(
     Raises TypeError for non-float input, ValueError when `axis` (for 2D blocks: either axis) is not a positive
     multiple of 32, or of the rotation's size, and for unknown names. Zero rows give an empty result.
     """
-    data, spec, signs, seed = _prepare(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream=0)
-    qdata, scale = quantize_packed(data, spec, signs, seed)
+    how = _prepare(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream=0)
+    qdata, scale = ops.quantize(x.detach(), *how)
+    signs = how[6]
     return MXTensor(qdata, scale, elem, block, _negative(axis, x.ndim), tuple(x.shape), hadamard, signs)
 
 
@@ -66,18 +67,18 @@ def fake_quantize(
     """`quantize(x, ...).dequantize(dtype)` in one pass, nothing packed: same arguments, same values, same errors.
 
     The result is shaped like x, in `dtype` (None: FP32), in the rotated basis; in memory `axis` is last. `stream`
-    separates draws that share a seed.
+    separates draws that share a seed; streams 2n and 2n + 1 (the two operands of a GEMM) share their signs.
     """
-    data, spec, signs, seed = _prepare(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream)
-    return quantize_dequantize(data, spec, signs, seed, dtype or torch.float32).movedim(-1, axis)
+    how = _prepare(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream)
+    return ops.fake_quantize(x.detach(), *how, dtype or torch.float32).movedim(-1, axis)
 
 
 def _prepare(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream):
-    """Check every argument; return the FP32 data with `axis` last, the spec, the signs and the seed."""
+    """Check every argument; return those of the operators after x."""
     if not isinstance(x, Tensor) or x.dtype not in FLOATS:
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"x must be a float32, bfloat16, float16 or float64 tensor, got {kind}")
-    fmt = elem_format(elem)
+    elem_format(elem)
     one_of("block", block, BLOCKS)
     one_of("scale_rule", scale_rule, SCALE_RULES)
     one_of("rounding", rounding, ROUNDINGS)
@@ -98,9 +99,9 @@ def _prepare(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream)
     stochastic = rounding == "stochastic"
     random_sign = hadamard is not None and hadamard.signs == "seed"
     seed = as_seed(seed, x.device) if stochastic or random_sign else None
-    signs = None if hadamard is None else hadamard.resolve(seed, stream, x.device)
-    spec = BlockSpec(fmt, block, scale_rule, stochastic, 0 if hadamard is None else hadamard.size, stream)
-    return x.detach().movedim(axis, -1).contiguous().float(), spec, signs, seed
+    signs = None if hadamard is None else hadamard.resolve(seed, stream // 2, x.device)
+    size = 0 if hadamard is None else hadamard.size
+    return axis, block, elem, scale_rule, stochastic, size, signs, seed, stream
 
 
 def _negative(axis: int, ndim: int) -> int:

@@ -1,0 +1,267 @@
+"""Recipes: which number format each operand of each GEMM of a linear layer takes.
+
+A linear layer is three GEMMs (X: tokens x C_in, W: C_out x C_in, G = dL/dY: tokens x C_out):
+
+| GEMM  | product    | operands a, b | contraction axis |
+|-------|------------|---------------|------------------|
+| fprop | Y = X W^T  | x, w          | C_in             |
+| dgrad | dX = G W   | g, w          | C_out            |
+| wgrad | dW = G^T X | g, x          | tokens           |
+
+A recipe's name is a base and its modifiers, `mxfp4-fprop-dgrad+h16`: `recipe(name)` composes it, and any combination
+of the parts below is a recipe. GEMMs outside the MXFP4 scope run in FP8, as in P1's controlled study.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from fnmatch import fnmatchcase
+
+from mxfp4.numerics.formats import one_of
+from mxfp4.numerics.hadamard import SIZES
+from mxfp4.numerics.quantize import BLOCKS
+from mxfp4.numerics.rounding import ROUNDINGS
+from mxfp4.numerics.scales import SCALE_RULES
+
+GEMMS = ("fprop", "dgrad", "wgrad")
+TENSORS = {"fprop": ("x", "w"), "dgrad": ("g", "w"), "wgrad": ("g", "x")}
+FORMATS = {"fp32": (), "bf16": (), "fp8": ("e4m3", "e5m2"), "mxfp8": ("e4m3", "e5m2"), "mxfp4": ("e2m1",)}
+ROTATIONS = tuple(f"{kind}{size}" for kind in ("h", "rht", "frht") for size in SIZES)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """How one operand of one GEMM is quantized. Raises ValueError for any value that is not listed here."""
+
+    format: str = "bf16"
+    """fp32 (as it comes), bf16, fp8 (one FP32 scale a tensor), mxfp8 or mxfp4 (E8M0 scale a block)."""
+    elem: str | None = None
+    """e4m3 or e5m2 for the FP8 formats, None elsewhere."""
+    block: str = "1d"
+    """1d: 1x32 along the contraction axis; 2d: 32x32."""
+    scale_rule: str = "even"
+    """floor, even, ceil, rceil; `even` is what ROCm Transformer Engine runs."""
+    rounding: str = "nearest"
+    """nearest or stochastic."""
+    hadamard: str | None = None
+    """hN: Sylvester of size N; rhtN: with random signs redrawn at every step; frhtN: with random signs drawn once."""
+
+    def __post_init__(self):
+        one_of("format", self.format, FORMATS)
+        if FORMATS[self.format] and self.format != "mxfp4":
+            one_of(f"elem of format {self.format!r}", self.elem, FORMATS[self.format])
+        else:
+            one_of(f"elem of format {self.format!r}", self.elem, (None,))
+        one_of("block", self.block, BLOCKS)
+        one_of("scale_rule", self.scale_rule, SCALE_RULES)
+        one_of("rounding", self.rounding, ROUNDINGS)
+        one_of("hadamard", self.hadamard, (None, *ROTATIONS))
+
+    @property
+    def is_mx(self) -> bool:
+        return self.format in ("mxfp8", "mxfp4")
+
+    @property
+    def mx_elem(self) -> str:
+        return "e2m1" if self.format == "mxfp4" else self.elem
+
+    @property
+    def transposable(self) -> bool:
+        """Whether one quantization serves both orientations: square blocks and no rotation."""
+        return self.is_mx and self.block == "2d" and self.hadamard is None
+
+    @property
+    def is_random(self) -> bool:
+        return self.rounding == "stochastic" or (self.hadamard or "").startswith("rht")
+
+    def __str__(self) -> str:
+        parts = [self.format if self.elem is None else f"{self.format} {self.elem}"]
+        if self.is_mx:
+            parts += [self.block, self.scale_rule]
+        if self.rounding == "stochastic":
+            parts.append("sr")
+        return " ".join(parts + ([self.hadamard] if self.hadamard else []))
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """The two operands of a GEMM, in the order of the module's table. They share one rotation, so that it cancels."""
+
+    a: Operand = Operand()
+    b: Operand = Operand()
+
+    def __post_init__(self):
+        if self.a.hadamard != self.b.hadamard:
+            raise ValueError(
+                f"the operands of a GEMM must share one rotation, got {self.a.hadamard!r} and {self.b.hadamard!r}"
+            )
+
+
+@dataclass(frozen=True)
+class Override:
+    """Other GEMMs for some layers: `layers` is a pattern over full names, alternatives apart by `|`."""
+
+    layers: str
+    fprop: Gemm
+    dgrad: Gemm
+    wgrad: Gemm
+
+    def matches(self, fqn: str) -> bool:
+        return any(fnmatchcase(fqn, pattern) for pattern in self.layers.split("|"))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The three GEMMs of every converted linear layer, and the layers that differ. Immutable."""
+
+    name: str
+    fprop: Gemm = Gemm()
+    dgrad: Gemm = Gemm()
+    wgrad: Gemm = Gemm()
+    overrides: tuple[Override, ...] = ()
+
+    def for_layer(self, fqn: str) -> Recipe:
+        """The recipe of the layer called `fqn`, without overrides."""
+        for override in self.overrides:
+            if override.matches(fqn):
+                return replace(
+                    self, fprop=override.fprop, dgrad=override.dgrad, wgrad=override.wgrad, overrides=()
+                )
+        return replace(self, overrides=())
+
+    def operands(self) -> dict[tuple[str, str], Operand]:
+        """{(gemm, tensor): operand} of the six operands, overrides left out."""
+        pairs = {gemm: getattr(self, gemm) for gemm in GEMMS}
+        return {(g, t): op for g, p in pairs.items() for t, op in zip(TENSORS[g], (p.a, p.b), strict=True)}
+
+    @property
+    def is_random(self) -> bool:
+        return any(op.is_random for op in self.operands().values())
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Recipe:
+        """The inverse of `to_json`. Raises ValueError that lists the known fields for an unknown one."""
+        return _build(cls, json.loads(text))
+
+    def __str__(self) -> str:
+        lines = [f"recipe {self.name}"]
+        for title, part in [("", self), *((f" ({o.layers})", o) for o in self.overrides)]:
+            for gemm in GEMMS:
+                pair = getattr(part, gemm)
+                a, b = TENSORS[gemm]
+                lines.append(f"  {gemm}{title}: {a} {pair.a} | {b} {pair.b}")
+        return "\n".join(lines)
+
+
+def _build(cls, data):
+    """A dataclass of this module from plain JSON data, unknown fields refused."""
+    known = {f.name for f in fields(cls)}
+    for name in data:
+        one_of(f"{cls.__name__} field", name, sorted(known))
+    parts = {"fprop": Gemm, "dgrad": Gemm, "wgrad": Gemm, "a": Operand, "b": Operand}
+    made = {k: _build(parts[k], v) if k in parts else v for k, v in data.items()}
+    if "overrides" in made:
+        made["overrides"] = tuple(_build(Override, o) for o in made["overrides"])
+    return cls(**made)
+
+
+# Composition. A modifier changes the MXFP4 operands of a recipe, or some of them, and nothing else.
+
+
+def _gemms(x: Operand, w: Operand, g: Operand) -> dict[str, Gemm]:
+    return {"fprop": Gemm(x, w), "dgrad": Gemm(g, w), "wgrad": Gemm(g, x)}
+
+
+def _change(r: Recipe, gemms: tuple[str, ...] = GEMMS, tensors: str = "xwg", **changes) -> Recipe:
+    """`r` with `changes` in its MXFP4 operands among `gemms` and `tensors`."""
+
+    def changed(op: Operand, tensor: str) -> Operand:
+        return replace(op, **changes) if op.format == "mxfp4" and tensor in tensors else op
+
+    new = {}
+    for gemm in gemms:
+        pair, (a, b) = getattr(r, gemm), TENSORS[gemm]
+        new[gemm] = Gemm(changed(pair.a, a), changed(pair.b, b))
+    return replace(r, **new)
+
+
+_FP8 = _gemms(Operand("fp8", "e4m3"), Operand("fp8", "e4m3"), Operand("fp8", "e5m2"))
+_MXFP4 = _gemms(*[Operand("mxfp4")] * 3)
+_MXFP8 = _gemms(Operand("mxfp8", "e4m3"), Operand("mxfp8", "e4m3"), Operand("mxfp8", "e4m3"))
+_QUERY_KEY = "*.wq|*.wk|*.q_proj|*.k_proj"
+
+
+def _scope(*gemms: str) -> dict[str, Gemm]:
+    return {g: _MXFP4[g] if g in gemms else _FP8[g] for g in GEMMS}
+
+
+BASES: dict[str, dict[str, Gemm]] = {
+    "fp32": _gemms(*[Operand("fp32")] * 3),
+    "bf16": _gemms(*[Operand("bf16")] * 3),
+    "fp8": _FP8,
+    "mxfp8": _MXFP8,
+    "mxfp4-fprop": _scope("fprop"),
+    "mxfp4-dgrad": _scope("dgrad"),
+    "mxfp4-wgrad": _scope("wgrad"),
+    "mxfp4-fprop-dgrad": _scope("fprop", "dgrad"),
+    "mxfp4": _MXFP4,
+}
+
+MODIFIERS: dict[str, Callable[[Recipe], Recipe]] = {
+    "sr": lambda r: _change(r, rounding="stochastic"),
+    "sr-grad": lambda r: _change(r, tensors="g", rounding="stochastic"),
+    "2d": lambda r: _change(r, block="2d"),
+    "2d-w": lambda r: _change(r, tensors="w", block="2d"),
+    "qk8": lambda r: replace(r, overrides=(*r.overrides, Override(_QUERY_KEY, **_MXFP8))),
+    **{rule: lambda r, rule=rule: _change(r, scale_rule=rule) for rule in SCALE_RULES},
+    **{h: lambda r, h=h: _change(r, hadamard=h) for h in ROTATIONS},
+    **{f"{h}-wgrad": lambda r, h=h: _change(r, gemms=("wgrad",), hadamard=h) for h in ROTATIONS},
+}
+
+# P2's recipe, and the name under which each ingredient can be taken out: ti2d-no-sr.
+TI2D = {"2d": "2d", "rceil": "rceil", "sr": "sr-grad", "qk8": "qk8"}
+
+_SCOPES = ("mxfp4-fprop", "mxfp4-fprop-dgrad", "mxfp4")
+RECIPES = (
+    "bf16",
+    "fp8",
+    *_SCOPES,
+    *(f"{scope}+{stabiliser}" for scope in _SCOPES for stabiliser in ("sr", "rht16", "h16", "h32")),
+    "ti2d",
+    *(f"ti2d-no-{ingredient}" for ingredient in TI2D),
+)
+
+
+def recipe(name: str | Recipe) -> Recipe:
+    """The recipe called `name`: a base, then modifiers, each after a `+`. A Recipe is returned as it is.
+
+    Raises ValueError that lists the known bases and modifiers for an unknown one.
+    """
+    if isinstance(name, Recipe):
+        return name
+    if not isinstance(name, str):
+        raise TypeError(f"a recipe is named by a string or is a Recipe, got {type(name).__name__}")
+    base, *modifiers = name.split("+")
+    if base.split("-no-")[0] == "ti2d":
+        removed = base.split("-no-")[1:]
+        for ingredient in removed:
+            one_of(f"ingredient removed in recipe {name!r}:", ingredient, TI2D)
+        modifiers = [m for ingredient, m in TI2D.items() if ingredient not in removed] + modifiers
+        base = "mxfp4"
+    if base not in BASES:
+        raise ValueError(f"recipe {name!r} is not known; named recipes: {', '.join(RECIPES)}; see also MODIFIERS")
+    result = Recipe(name, **BASES[base])
+    for modifier in modifiers:
+        if modifier not in MODIFIERS:
+            raise ValueError(
+                f"modifier {modifier!r} of recipe {name!r} is not known; allowed: {', '.join(MODIFIERS)}"
+            )
+        result = MODIFIERS[modifier](result)
+    return result
+
+
