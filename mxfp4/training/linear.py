@@ -1,14 +1,7 @@
-"""MXFP4Linear: a linear layer whose three GEMMs take quantized operands.
+"""MXFP4Linear: nn.Linear whose three GEMMs take operands quantized by a recipe, and `convert`, which puts it in.
 
-Each operand is quantized from its high-precision source along the axis that its GEMM contracts, so X, W and G are
-each quantized twice, in two orientations, and never from an already quantized copy. 2D blocks without a rotation are
-the exception that P2 is about: one quantization serves both orientations.
-
-    fprop  Y  [T, N] = X [T, K] . W [N, K]       contracts K
-    dgrad  dX [T, K] = G [T, N] . W^T [K, N]     contracts N
-    wgrad  dW [N, K] = G^T [N, T] . X^T [K, T]   contracts T (tokens)
-
-Nothing quantized outlives the call, so an optimizer step, `p.data.copy_()` or `load_state_dict()` is always seen.
+Nothing quantized outlives a forward and its backward, so an optimizer step, `p.data.copy_()` or `load_state_dict()`
+is always seen.
 """
 
 from __future__ import annotations
@@ -20,136 +13,53 @@ import torch
 from torch import Tensor, nn
 
 from mxfp4.numerics import ops
-from mxfp4.numerics.formats import BLOCK, elem_format
-from mxfp4.numerics.hadamard import Hadamard, rotate_last
-from mxfp4.numerics.matmul import gemm, gemm_dtype
-from mxfp4.numerics.philox import random16, random_signs
-from mxfp4.numerics.quantize import fake_quantize
-from mxfp4.numerics.rounding import round_nearest, round_stochastic
-from mxfp4.training.recipe import GEMMS, ROTATIONS, TENSORS, Operand, Recipe, recipe
-
-# Streams of random numbers, one an operand. `fake_quantize` takes the signs of a rotation from stream // 2, so the
-# two operands of a GEMM rotate alike.
-STREAMS = {key: i for i, key in enumerate((g, t) for g in GEMMS for t in TENSORS[g])}
+from mxfp4.numerics.formats import BLOCK
+from mxfp4.training.gemms import ROTATION, both_operands, operand, product
+from mxfp4.training.recipe import Recipe, recipe
 
 DEFAULT_SKIP = ("output", "lm_head", "head", "router", "gate")
 
 
-
-def _rotation(name: str) -> Hadamard:
-    kind, size = name.rstrip("0123456789"), int(name.lstrip("frht"))
-    if kind == "frht":
-        return Hadamard(size, tuple(int(s) for s in random_signs(torch.tensor(0), size, stream=0)))
-    return Hadamard(size, "seed" if kind == "rht" else None)
-
-
-# The rotation that an Operand's `hadamard` names.
-ROTATION = {None: None, **{name: _rotation(name) for name in ROTATIONS}}
-
-
-def quantized_operand(t: Tensor, op: Operand, axis: int, seed: Tensor | None, stream: int) -> tuple[Tensor, Tensor | None]:
-    """What a GEMM that contracts `axis` (-1 or 0) sees of the 2-D tensor `t`.
-
-    Returns (values with the contraction axis last, in the dtype that carries them; a factor for the product or None).
-    FP8 values are the element values, the factor undoes the per-tensor scale; all other formats need no factor.
-    """
-    carrier = gemm_dtype(t.device)
-    if op.is_mx:
-        free = op.transposable
-        value = fake_quantize(
-            t,
-            axis=-1 if free else axis,
-            block=op.block,
-            elem=op.mx_elem,
-            scale_rule=op.scale_rule,
-            rounding=op.rounding,
-            hadamard=ROTATION[op.hadamard],
-            seed=seed,
-            stream=stream,
-            dtype=carrier,
-        )
-        return (value if axis == -1 else value.t()), None
-    value = t if axis == -1 else t.t()
-    if op.hadamard is not None:
-        h = ROTATION[op.hadamard]
-        value = rotate_last(value.float(), h.size, h.resolve(seed, stream // 2, t.device))
-    if op.format == "fp32":
-        return value.float(), None
-    if op.format == "bf16":
-        return value.to(torch.bfloat16).to(carrier), None
-    return _fp8_per_tensor(value, op, seed, stream, carrier)
-
-
-def _fp8_per_tensor(value: Tensor, op: Operand, seed, stream: int, carrier: torch.dtype) -> tuple[Tensor, Tensor]:
-    """FP8 with one FP32 scale a tensor, taken from its current maximum ("current scaling"); a zero tensor keeps 1."""
-    fmt = elem_format(op.elem)
-    value = value.float()
-    amax = value.abs().amax()
-    scale = torch.where(amax > 0, fmt.max / amax, 1.0).clamp(max=torch.finfo(torch.float32).max)
-    value = value * scale
-    if op.rounding == "stochastic":
-        value = round_stochastic(value, fmt, random16(seed, tuple(value.shape), stream))
-    else:
-        value = round_nearest(value, fmt)
-    return value.to(carrier), 1.0 / scale
-
-
-def quantized_gemm(
-    which: str, a: Tensor, b: Tensor, layer_recipe: Recipe, seed: Tensor | None, out_dtype: torch.dtype, cache: dict
-) -> Tensor:
-    """One of the three GEMMs from its high-precision tensors: fprop(X, W), dgrad(G, W), wgrad(G, X).
-
-    `cache` keeps what both orientations of a tensor can share within one forward or one backward.
-    """
-    axis_a, axis_b = {"fprop": (-1, -1), "dgrad": (-1, 0), "wgrad": (0, 0)}[which]
-    pair = getattr(layer_recipe, which)
-    values, factor = [], None
-    for tensor, op, name, axis in zip((a, b), (pair.a, pair.b), TENSORS[which], (axis_a, axis_b), strict=True):
-        if op.transposable:
-            key = (name, op)
-            if key not in cache:
-                cache[key] = quantized_operand(tensor, op, -1, seed, _first_stream(name))[0]
-            value, own = (cache[key] if axis == -1 else cache[key].t()), None
-        else:
-            value, own = quantized_operand(tensor, op, axis, seed, STREAMS[which, name])
-        values.append(value)
-        factor = own if factor is None else factor if own is None else factor * own
-    a_value, b_value = values
-    if a_value.dtype != b_value.dtype:  # one operand in high precision
-        a_value, b_value = a_value.float(), b_value.float()
-    if factor is None:
-        return gemm(a_value, b_value, out_dtype)
-    return (gemm(a_value, b_value, torch.float32) * factor).to(out_dtype)
-
-
-def _first_stream(name: str) -> int:
-    """One stream for a tensor in both its GEMMs: that of the first."""
-    return min(i for (_, tensor), i in STREAMS.items() if tensor == name)
-
-
 class _QuantizedLinear(torch.autograd.Function):
-    """Y = X W^T and its backward, on 2-D X [T, K] with T padded to what the blocks need."""
+    """Y = X W^T and its backward, on 2-D X [T, K] with T padded to what the blocks need.
+
+    The forward reads X and W once and prepares what the backward will need of them in place of the originals.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, layer_recipe: Recipe, seed: Tensor | None, out_dtype: torch.dtype):
-        ctx.save_for_backward(x, weight, seed)
-        ctx.layer_recipe, ctx.compute_dtype = layer_recipe, out_dtype
+    def forward(ctx, x: Tensor, weight: Tensor, layer_recipe: Recipe, seed: Tensor | None, out_dtype, with_grad: bool):
+        need_x, need_w = (needed and with_grad for needed in ctx.needs_input_grad[:2])
+        w = weight.to(out_dtype)
         with torch.autocast(x.device.type, enabled=False):
-            return quantized_gemm("fprop", x, weight.to(out_dtype), layer_recipe, seed, out_dtype, {})
+            x_op, x_back = both_operands(x, "x", layer_recipe, seed) if need_w else (None, (None, None))
+            w_op, w_back = both_operands(w, "w", layer_recipe, seed) if need_x else (None, (None, None))
+            y = product(
+                x_op or operand(x, "fprop", "x", layer_recipe, seed),
+                w_op or operand(w, "fprop", "w", layer_recipe, seed),
+                out_dtype,
+            )
+        ctx.save_for_backward(*x_back, *w_back, seed)
+        ctx.layer_recipe, ctx.x_dtype, ctx.w_dtype = layer_recipe, x.dtype, weight.dtype
+        return y
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x, weight, seed = ctx.saved_tensors
+        *saved, seed = ctx.saved_tensors
+        x_back, w_back = tuple(saved[:2]), tuple(saved[2:])
+        need_x, need_w = ctx.needs_input_grad[:2]
         grad_x = grad_w = None
-        cache: dict = {}
-        with torch.autocast(x.device.type, enabled=False):
-            if ctx.needs_input_grad[0]:
-                w = weight.to(ctx.compute_dtype)
-                grad_x = quantized_gemm("dgrad", grad, w, ctx.layer_recipe, seed, x.dtype, cache)
-            if ctx.needs_input_grad[1]:
-                out_dtype = weight.dtype if weight.dtype in (torch.float32, torch.bfloat16) else torch.float32
-                grad_w = quantized_gemm("wgrad", grad, x, ctx.layer_recipe, seed, out_dtype, cache).to(weight.dtype)
-        return grad_x, grad_w, None, None, None
+        with torch.autocast(grad.device.type, enabled=False):
+            if need_x and need_w:
+                for_dgrad, for_wgrad = both_operands(grad, "g", ctx.layer_recipe, seed)
+            else:
+                which = "dgrad" if need_x else "wgrad"
+                for_dgrad = for_wgrad = operand(grad, which, "g", ctx.layer_recipe, seed)
+            if need_x:
+                grad_x = product(for_dgrad, w_back, ctx.x_dtype)
+            if need_w:
+                accumulated = ctx.w_dtype if ctx.w_dtype == torch.bfloat16 else torch.float32
+                grad_w = product(for_wgrad, x_back, accumulated).to(ctx.w_dtype)
+        return grad_x, grad_w, None, None, None, None
 
 
 class MXFP4Linear(nn.Linear):
@@ -197,7 +107,7 @@ class MXFP4Linear(nn.Linear):
         padded = max(-(-tokens // multiple), 1) * multiple
         if padded != tokens:  # zero tokens add nothing to any of the three products
             flat = nn.functional.pad(flat, (0, 0, 0, padded - tokens))
-        y = _QuantizedLinear.apply(flat, self.weight, self.recipe, self.draw_seed(), out_dtype)
+        y = _QuantizedLinear.apply(flat, self.weight, self.recipe, self.draw_seed(), out_dtype, torch.is_grad_enabled())
         y = y[:tokens].reshape(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(out_dtype)
 

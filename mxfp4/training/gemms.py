@@ -1,0 +1,127 @@
+"""The three GEMMs of a linear layer on quantized operands.
+
+Each operand is quantized from its high-precision source along the axis that its GEMM contracts, so X, W and G are
+each quantized twice, in two orientations, and never from an already quantized copy. 2D blocks without a rotation are
+the exception that P2 is about: one quantization serves both orientations.
+
+    fprop  Y  [T, N] = X [T, K] . W [N, K]       contracts K
+    dgrad  dX [T, K] = G [T, N] . W^T [K, N]     contracts N
+    wgrad  dW [N, K] = G^T [N, T] . X^T [K, T]   contracts T (tokens)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mxfp4.numerics.formats import elem_format
+from mxfp4.numerics.hadamard import Hadamard, rotate_last
+from mxfp4.numerics.matmul import gemm, gemm_dtype
+from mxfp4.numerics.philox import random16, random_signs
+from mxfp4.numerics.quantize import fake_quantize
+from mxfp4.numerics.rounding import round_nearest, round_stochastic
+from mxfp4.training.recipe import GEMMS, ROTATIONS, TENSORS, Operand, Recipe
+
+# Streams of random numbers, one an operand. `fake_quantize` takes the signs of a rotation from stream // 2, so the
+# two operands of a GEMM rotate alike.
+STREAMS = {key: i for i, key in enumerate((g, t) for g in GEMMS for t in TENSORS[g])}
+# The axis that each GEMM contracts, of the tensors as they come: X [T, K], W [N, K], G [T, N].
+AXES = {key: axis for key, axis in zip(STREAMS, (-1, -1, -1, 0, 0, 0), strict=True)}
+
+
+def _rotation(name: str) -> Hadamard:
+    kind, size = name.rstrip("0123456789"), int(name.lstrip("frht"))
+    if kind == "frht":
+        return Hadamard(size, tuple(int(s) for s in random_signs(torch.tensor(0), size, stream=0)))
+    return Hadamard(size, "seed" if kind == "rht" else None)
+
+
+# The rotation that an Operand's `hadamard` names.
+ROTATION = {None: None, **{name: _rotation(name) for name in ROTATIONS}}
+
+
+def quantized_operand(t: Tensor, op: Operand, axis: int, seed: Tensor | None, stream: int) -> tuple[Tensor, Tensor | None]:
+    """What a GEMM that contracts `axis` (-1 or 0) sees of the 2-D tensor `t`.
+
+    Returns (values with the contraction axis last, in the dtype that carries them; a factor for the product or None).
+    FP8 values are the element values, the factor undoes the per-tensor scale; all other formats need no factor.
+    """
+    carrier = gemm_dtype(t.device)
+    if op.is_mx:
+        free = op.transposable
+        value = fake_quantize(
+            t,
+            axis=-1 if free else axis,
+            block=op.block,
+            elem=op.mx_elem,
+            scale_rule=op.scale_rule,
+            rounding=op.rounding,
+            hadamard=ROTATION[op.hadamard],
+            seed=seed,
+            stream=stream,
+            dtype=carrier,
+        )
+        return (value if axis == -1 else value.t()), None
+    value = t if axis == -1 else t.t()
+    if op.hadamard is not None:
+        h = ROTATION[op.hadamard]
+        value = rotate_last(value.float(), h.size, h.resolve(seed, stream // 2, t.device))
+    if op.format == "fp32":
+        return value.float(), None
+    if op.format == "bf16":
+        return value.to(torch.bfloat16).to(carrier), None
+    return _fp8_per_tensor(value, op, seed, stream, carrier)
+
+
+def _fp8_per_tensor(value: Tensor, op: Operand, seed, stream: int, carrier: torch.dtype) -> tuple[Tensor, Tensor]:
+    """FP8 with one FP32 scale a tensor, taken from its current maximum ("current scaling"); a zero tensor keeps 1."""
+    fmt = elem_format(op.elem)
+    value = value.float()
+    amax = value.abs().amax()
+    scale = torch.where(amax > 0, fmt.max / amax, 1.0).clamp(max=torch.finfo(torch.float32).max)
+    value = value * scale
+    if op.rounding == "stochastic":
+        value = round_stochastic(value, fmt, random16(seed, tuple(value.shape), stream))
+    else:
+        value = round_nearest(value, fmt)
+    return value.to(carrier), 1.0 / scale
+
+
+def operand(t: Tensor, which: str, name: str, layer_recipe: Recipe, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """What GEMM `which` sees of tensor `name` (x, w or g), given as the 2-D `t`: see `quantized_operand`."""
+    op = layer_recipe.operands()[which, name]
+    gemms = [g for g in GEMMS if name in TENSORS[g]]
+    stream = STREAMS[gemms[0] if op.transposable else which, name]  # square blocks: one draw for both GEMMs
+    return quantized_operand(t, op, AXES[which, name], seed, stream)
+
+
+def both_operands(t: Tensor, name: str, layer_recipe: Recipe, seed: Tensor | None) -> tuple[tuple, tuple]:
+    """What the two GEMMs that contract tensor `name` see of it, in the order of GEMMS."""
+    first, second = (g for g in GEMMS if name in TENSORS[g])
+    ops = layer_recipe.operands()
+    one = operand(t, first, name, layer_recipe, seed)
+    if ops[first, name].transposable and ops[first, name] == ops[second, name]:
+        value, factor = one
+        return one, (value.t(), factor)
+    return one, operand(t, second, name, layer_recipe, seed)
+
+
+def product(a: tuple[Tensor, Tensor | None], b: tuple[Tensor, Tensor | None], out_dtype: torch.dtype) -> Tensor:
+    """The GEMM of two prepared operands, contraction axis last on both sides."""
+    (a_value, a_factor), (b_value, b_factor) = a, b
+    if a_value.dtype != b_value.dtype:  # one operand in high precision
+        a_value, b_value = a_value.float(), b_value.float()
+    if a_factor is None and b_factor is None:
+        return gemm(a_value, b_value, out_dtype)
+    y = gemm(a_value, b_value, torch.float32)
+    for factor in (a_factor, b_factor):
+        y = y if factor is None else y * factor
+    return y.to(out_dtype)
+
+
+def quantized_gemm(
+    which: str, a: Tensor, b: Tensor, layer_recipe: Recipe, seed: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """One of the three GEMMs from its high-precision tensors: fprop(X, W), dgrad(G, W), wgrad(G, X)."""
+    sides = zip((a, b), TENSORS[which], strict=True)
+    return product(*(operand(t, which, name, layer_recipe, seed) for t, name in sides), out_dtype)
