@@ -1,0 +1,157 @@
+"""C4 (en) through the `datasets` JSON loader, from the hub or from a local mirror: only the root differs.
+
+Split and shards follow the MLPerf "Llama 3.1 8B" reference: training documents from shards 768-1023 as its README
+says (its code's default is 768-895), validation from the first 91,205 documents of the validation shards. A local
+root is a folder with the hub's layout, en/c4-train.00768-of-01024.json.gz and so on. Each shard is one part, so a
+packing that stops goes on at the shard where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from mxfp4.errors import UserError
+from mxfp4.training.corpus import Document, Part
+
+REPOSITORY = "allenai/c4"
+TRAIN_SHARDS, VALIDATION_SHARDS = 1024, 8
+DEFAULT_SHARDS = (768, 1023)
+VALIDATION_DOCUMENTS = 91_205
+DOCUMENTS_PER_SHARD = 356_318  # about, for the progress bar alone
+
+ALTERNATIVES = (
+    "point MXFP4_C4 (or --root) at a local mirror that holds en/c4-train.*.json.gz, or use --corpus prose, technical "
+    "or synthetic, which need no network"
+)
+
+
+def offline() -> bool:
+    """Whether the user has told the hub libraries to stay offline."""
+    return any(os.environ.get(v, "").upper() in ("1", "ON", "YES", "TRUE") for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"))
+
+
+def hub_endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+
+
+def unreachable(url: str, timeout: float = 3.0) -> str:
+    """Why `url` does not answer within `timeout` seconds, or "" when it does. Never raises, never waits longer.
+
+    The request runs on a thread of its own because name resolution has no time limit.
+    """
+    reason = [f"no answer within {timeout:g} s"]
+
+    def ask() -> None:
+        try:
+            request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "mxfp4"})
+            with urllib.request.urlopen(request, timeout=timeout):
+                reason[0] = ""
+        except Exception as error:  # any failure at all means "not reachable"
+            reason[0] = str(getattr(error, "reason", error)) or type(error).__name__
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    return reason[0].replace("\n", " ")
+
+
+def check_hub() -> None:
+    """UserError, one sentence, when the hub cannot be used."""
+    if offline():
+        raise UserError(f"C4 from the hub was asked for, but HF_HUB_OFFLINE forbids it: {ALTERNATIVES}")
+    if why := unreachable(f"{hub_endpoint()}/api/datasets/{REPOSITORY}"):
+        raise UserError(f"C4 from the hub was asked for, but {hub_endpoint()} cannot be reached ({why}): {ALTERNATIVES}")
+
+
+@dataclass
+class C4:
+    """C4 en. `shards` is the inclusive range of training shards; `root` a folder or None for MXFP4_C4, else the hub."""
+
+    shards: tuple[int, int] = DEFAULT_SHARDS
+    root: str | os.PathLike | None = None
+    validation_documents: int = VALIDATION_DOCUMENTS
+    name: str = "c4"
+
+    def __post_init__(self) -> None:
+        first, last = self.shards
+        if not 0 <= first <= last < TRAIN_SHARDS:
+            raise UserError(f"shards {first}-{last}: the range must lie within 0-{TRAIN_SHARDS - 1}")
+        if self.validation_documents < 1:
+            raise UserError(f"validation_documents={self.validation_documents} must be at least 1")
+        given = self.root or os.environ.get("MXFP4_C4")
+        self.local = Path(given).expanduser() if given else None
+
+    def identity(self) -> dict:
+        return {
+            "dataset": REPOSITORY,
+            "config": "en",
+            "train_shards": list(self.shards),
+            "validation_documents": self.validation_documents,
+            "validation_order": "as stored",  # the MLPerf rule: the first sequences, unshuffled
+        }
+
+    def provenance(self) -> dict:
+        if self.local is None:
+            return {"c4": {"location": f"hf://datasets/{REPOSITORY}"}}
+        sizes = "".join(f"{f} {(self.local / f).stat().st_size}\n" for f in self._files())
+        return {"c4": {"location": "local mirror", "file_sizes_sha256": hashlib.sha256(sizes.encode()).hexdigest()}}
+
+    def _files(self) -> list[str]:
+        first, last = self.shards
+        train = [f"en/c4-train.{i:05d}-of-{TRAIN_SHARDS:05d}.json.gz" for i in range(first, last + 1)]
+        return self._validation_files() + train
+
+    def _validation_files(self) -> list[str]:
+        names = [f"en/c4-validation.{i:05d}-of-{VALIDATION_SHARDS:05d}.json.gz" for i in range(VALIDATION_SHARDS)]
+        if self.local is not None:  # a mirror need hold only as many as feed the first documents
+            names = [n for n in names if (self.local / n).is_file()] or names[:1]
+        return names
+
+    def parts(self) -> list[Part]:
+        if self.local is None:
+            check_hub()
+        else:
+            missing = [f for f in self._files() if not (self.local / f).is_file()]
+            if missing:
+                raise UserError(
+                    f"C4 mirror {self.local} lacks {len(missing)} file(s), first {missing[0]}: add them, "
+                    "choose other shards with --shards, or unset MXFP4_C4 to use the hub"
+                )
+        first, _ = self.shards
+        held_out = Part("validation", "validation", self._validation, self.validation_documents)
+        shards = self._files()[len(self._validation_files()) :]
+        return [held_out] + [
+            Part("train", f"shard {first + i}", lambda f=f: self._shard(f), DOCUMENTS_PER_SHARD)
+            for i, f in enumerate(shards)
+        ]
+
+    def _validation(self) -> Iterator[Document]:
+        yield from islice((d for f in self._validation_files() for d in self._shard(f)), self.validation_documents)
+
+    def _shard(self, file: str) -> Iterator[Document]:
+        from datasets import load_dataset
+
+        where = f"hf://datasets/{REPOSITORY}/{file}" if self.local is None else str(self.local / file)
+        # The loader logs a traceback of its own before it raises.
+        logging.getLogger("datasets").setLevel(logging.CRITICAL)
+        try:
+            rows = load_dataset("json", data_files=[where], split="train", streaming=True).select_columns(["text"])
+            for batch in rows.iter(batch_size=1000):
+                for text in batch["text"]:
+                    yield Document("c4", text)
+        except UserError:
+            raise
+        except Exception as error:  # the loader's failures have no common type: gzip, JSON, Arrow, HTTP
+            last = str(error).strip().splitlines()[-1:] or [""]
+            raise UserError(
+                f"C4 file {file} could not be read ({type(error).__name__}: {last[0][:200]}): fetch it again; "
+                "`mxfp4 prepare` then goes on where it stopped"
+            ) from error
