@@ -11,12 +11,15 @@ the exception that P2 is about: one quantization serves both orientations.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from mxfp4.numerics.formats import elem_format
 from mxfp4.numerics.hadamard import Hadamard, rotate_last
 from mxfp4.numerics.matmul import gemm, gemm_dtype
+from mxfp4.numerics.nvfp4 import nvfp4_values
 from mxfp4.numerics.philox import random16, random_signs
 from mxfp4.numerics.quantize import fake_quantize
 from mxfp4.numerics.rounding import round_nearest, round_stochastic
@@ -26,11 +29,17 @@ from mxfp4.training.recipe import GEMMS, ROTATIONS, TENSORS, Operand, Recipe
 # two operands of a GEMM rotate alike.
 STREAMS = {key: i for i, key in enumerate((g, t) for g in GEMMS for t in TENSORS[g])}
 # The axis that each GEMM contracts, of the tensors as they come: X [T, K], W [N, K], G [T, N].
-AXES = {key: axis for key, axis in zip(STREAMS, (-1, -1, -1, 0, 0, 0), strict=True)}
+AXES = dict(zip(STREAMS, (-1, -1, -1, 0, 0, 0), strict=True))
+SIDES = {
+    "x": {0: "tokens", -1: "in_features"},
+    "w": {0: "out_features", -1: "in_features"},
+    "g": {0: "tokens", -1: "out_features"},
+}
 
 
 def _rotation(name: str) -> Hadamard:
-    kind, size = name.rstrip("0123456789"), int(name.lstrip("frht"))
+    kind = name.rstrip("0123456789")
+    size = int(name.removeprefix(kind))
     if kind == "frht":
         return Hadamard(size, tuple(int(s) for s in random_signs(torch.tensor(0), size, stream=0)))
     return Hadamard(size, "seed" if kind == "rht" else None)
@@ -44,16 +53,22 @@ def quantized_operand(t: Tensor, op: Operand, axis: int, seed: Tensor | None, st
     """What a GEMM that contracts `axis` (-1 or 0) sees of the 2-D tensor `t`.
 
     Returns (values with the contraction axis last, in the dtype that carries them; a factor for the product or None).
-    FP8 values are the element values, the factor undoes the per-tensor scale; all other formats need no factor.
+    The factor undoes per-tensor scales (FP8, NVFP4) and the prescale.
     """
     carrier = gemm_dtype(t.device)
+    if op.two_sided:
+        size = ROTATION[op.hadamard].size
+        t, op = rotate_both(t.float(), size), replace(op, hadamard=None)
+    if op.prescale != 1:
+        value, factor = quantized_operand(t * op.prescale, replace(op, prescale=1.0), axis, seed, stream)
+        return value, (1.0 if factor is None else factor) * torch.ones((), device=t.device) / op.prescale
     if op.is_mx:
         free = op.transposable
         value = fake_quantize(
             t,
             axis=-1 if free else axis,
             block=op.block,
-            elem=op.mx_elem,
+            elem=op.elem or "e2m1",
             scale_rule=op.scale_rule,
             rounding=op.rounding,
             hadamard=ROTATION[op.hadamard],
@@ -70,7 +85,16 @@ def quantized_operand(t: Tensor, op: Operand, axis: int, seed: Tensor | None, st
         return value.float(), None
     if op.format == "bf16":
         return value.to(torch.bfloat16).to(carrier), None
+    if op.format == "nvfp4":
+        value = value if axis == -1 or not op.transposable else t
+        value, factor = nvfp4_values(value.float(), op.block, seed if op.rounding == "stochastic" else None, stream)
+        return (value.t() if op.transposable and axis == 0 else value).to(carrier), factor
     return _fp8_per_tensor(value, op, seed, stream, carrier)
+
+
+def rotate_both(t: Tensor, size: int) -> Tensor:
+    """H t H of an FP32 2-D tensor, in blocks of `size` along each axis; its own inverse."""
+    return rotate_last(rotate_last(t, size).t().contiguous(), size).t()
 
 
 def _fp8_per_tensor(value: Tensor, op: Operand, seed, stream: int, carrier: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -99,23 +123,33 @@ def both_operands(t: Tensor, name: str, layer_recipe: Recipe, seed: Tensor | Non
     """What the two GEMMs that contract tensor `name` see of it, in the order of GEMMS."""
     first, second = (g for g in GEMMS if name in TENSORS[g])
     ops = layer_recipe.operands()
-    one = operand(t, first, name, layer_recipe, seed)
+    value, factor = one = operand(t, first, name, layer_recipe, seed)
     if ops[first, name].transposable and ops[first, name] == ops[second, name]:
-        value, factor = one
         return one, (value.t(), factor)
+    if layer_recipe.requantize and name != "g":
+        t = value if factor is None else value * factor
     return one, operand(t, second, name, layer_recipe, seed)
 
 
-def product(a: tuple[Tensor, Tensor | None], b: tuple[Tensor, Tensor | None], out_dtype: torch.dtype) -> Tensor:
-    """The GEMM of two prepared operands, contraction axis last on both sides."""
+def product(
+    which: str,
+    a: tuple[Tensor, Tensor | None],
+    b: tuple[Tensor, Tensor | None],
+    layer_recipe: Recipe,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """GEMM `which` of two prepared operands, contraction axis last on both sides."""
     (a_value, a_factor), (b_value, b_factor) = a, b
     if a_value.dtype != b_value.dtype:  # one operand in high precision
         a_value, b_value = a_value.float(), b_value.float()
-    if a_factor is None and b_factor is None:
+    op = getattr(layer_recipe, which).a
+    if a_factor is None and b_factor is None and not op.two_sided:
         return gemm(a_value, b_value, out_dtype)
     y = gemm(a_value, b_value, torch.float32)
     for factor in (a_factor, b_factor):
         y = y if factor is None else y * factor
+    if op.two_sided:  # the contracted axes cancelled, the outer ones are still rotated
+        y = rotate_both(y, ROTATION[op.hadamard].size)
     return y.to(out_dtype)
 
 
@@ -124,4 +158,38 @@ def quantized_gemm(
 ) -> Tensor:
     """One of the three GEMMs from its high-precision tensors: fprop(X, W), dgrad(G, W), wgrad(G, X)."""
     sides = zip((a, b), TENSORS[which], strict=True)
-    return product(*(operand(t, which, name, layer_recipe, seed) for t, name in sides), out_dtype)
+    operands = (operand(t, which, name, layer_recipe, seed) for t, name in sides)
+    return product(which, *operands, layer_recipe, out_dtype)
+
+
+def _axes_cut(which: str, name: str, op: Operand) -> tuple[int, ...]:
+    """The axes of a tensor that blocks or rotations divide: both where those are square, else the contracted one."""
+    square = op.two_sided or (op.block_size > 1 and op.block == "2d")
+    return (0, -1) if square else (AXES[which, name],)
+
+
+def _multiple(op: Operand) -> int:
+    return max(op.block_size, ROTATION[op.hadamard].size if op.hadamard else 1)
+
+
+def size_problem(in_features: int, out_features: int, layer_recipe: Recipe) -> str | None:
+    """Why these feature sizes do not fit the recipe, in a sentence, or None."""
+    sizes = {"in_features": in_features, "out_features": out_features}
+    for (gemm_name, name), op in layer_recipe.operands().items():
+        for axis in _axes_cut(gemm_name, name, op):
+            side = SIDES[name][axis]
+            if side in sizes and sizes[side] % _multiple(op):
+                return (
+                    f"{side}={sizes[side]} is not a multiple of {_multiple(op)}, which recipe {layer_recipe.name!r} "
+                    f"needs in {gemm_name}"
+                )
+    return None
+
+
+def token_multiple(layer_recipe: Recipe) -> int:
+    """What the number of tokens is padded to: all needs are powers of two, so the largest."""
+    needs = [1]
+    for (gemm_name, name), op in layer_recipe.operands().items():
+        if any(SIDES[name][axis] == "tokens" for axis in _axes_cut(gemm_name, name, op)):
+            needs.append(_multiple(op))
+    return max(needs)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from mxfp4.numerics import ops
-from mxfp4.numerics.formats import BLOCK
-from mxfp4.training.gemms import ROTATION, both_operands, operand, product
-from mxfp4.training.recipe import Recipe, recipe
+from mxfp4.training.gemms import both_operands, operand, product, size_problem, token_multiple
+from mxfp4.training.recipe import Recipe, layer_index, recipe
 
 DEFAULT_SKIP = ("output", "lm_head", "head", "router", "gate")
 
@@ -33,11 +32,9 @@ class _QuantizedLinear(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             x_op, x_back = both_operands(x, "x", layer_recipe, seed) if need_w else (None, (None, None))
             w_op, w_back = both_operands(w, "w", layer_recipe, seed) if need_x else (None, (None, None))
-            y = product(
-                x_op or operand(x, "fprop", "x", layer_recipe, seed),
-                w_op or operand(w, "fprop", "w", layer_recipe, seed),
-                out_dtype,
-            )
+            x_op = x_op or operand(x, "fprop", "x", layer_recipe, seed)
+            w_op = w_op or operand(w, "fprop", "w", layer_recipe, seed)
+            y = product("fprop", x_op, w_op, layer_recipe, out_dtype)
         ctx.save_for_backward(*x_back, *w_back, seed)
         ctx.layer_recipe, ctx.x_dtype, ctx.w_dtype = layer_recipe, x.dtype, weight.dtype
         return y
@@ -55,10 +52,10 @@ class _QuantizedLinear(torch.autograd.Function):
                 which = "dgrad" if need_x else "wgrad"
                 for_dgrad = for_wgrad = operand(grad, which, "g", ctx.layer_recipe, seed)
             if need_x:
-                grad_x = product(for_dgrad, w_back, ctx.x_dtype)
+                grad_x = product("dgrad", for_dgrad, w_back, ctx.layer_recipe, ctx.x_dtype)
             if need_w:
                 accumulated = ctx.w_dtype if ctx.w_dtype == torch.bfloat16 else torch.float32
-                grad_w = product(for_wgrad, x_back, accumulated).to(ctx.w_dtype)
+                grad_w = product("wgrad", for_wgrad, x_back, ctx.layer_recipe, accumulated).to(ctx.w_dtype)
         return grad_x, grad_w, None, None, None, None
 
 
@@ -66,28 +63,32 @@ class MXFP4Linear(nn.Linear):
     """nn.Linear, its GEMMs quantized by a recipe. Same parameters, same shapes, same state_dict.
 
     recipe: a recipe's name or a Recipe; `fqn`: the layer's full name, which picks the recipe's overrides and, with
-    `seed`, the layer's random numbers. Every forward draws new ones; `set_step` makes them a function of the step.
+    `n_layers`, whether it belongs to a tail in BF16, and with `seed`, the layer's random numbers. Every forward draws new ones; `set_step` makes them a function of the step.
     Raises ValueError where a feature size is not a multiple of what the recipe's blocks and rotations need.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, recipe="mxfp4", fqn: str = "", seed: int = 0, **kw
-    ):
+        self, in_features: int, out_features: int, bias: bool = True, *, recipe="mxfp4", fqn: str = "",
+        seed: int = 0, n_layers: int = 0, **kw
+    ):  # fmt: skip
         super().__init__(in_features, out_features, bias, **kw)
-        self._configure(recipe, fqn, seed)
+        self._configure(recipe, fqn, seed, n_layers)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, recipe="mxfp4", *, fqn: str = "", seed: int = 0) -> MXFP4Linear:
+    def from_linear(
+        cls, linear: nn.Linear, recipe="mxfp4", *, fqn: str = "", seed: int = 0, n_layers: int = 0
+    ) -> MXFP4Linear:
         """The quantized layer around the parameters of `linear` (shared, not copied)."""
-        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, recipe=recipe, fqn=fqn, seed=seed, device="meta")
+        how = {"recipe": recipe, "fqn": fqn, "seed": seed, "n_layers": n_layers}
+        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta", **how)
         layer.weight, layer.bias = linear.weight, linear.bias
         layer.rng = layer.rng.new_tensor([_layer_key(seed, fqn), 0], device=linear.weight.device)
         return layer.train(linear.training)
 
-    def _configure(self, name, fqn: str, seed: int) -> None:
+    def _configure(self, name, fqn: str, seed: int, n_layers: int) -> None:
         self.fqn = fqn
-        self.recipe = recipe(name).for_layer(fqn)
-        problem = feature_problem(self.in_features, self.out_features, self.recipe)
+        self.recipe = recipe(name).for_layer(fqn, n_layers)
+        problem = size_problem(self.in_features, self.out_features, self.recipe)
         if problem:
             raise ValueError(f"layer {fqn or type(self).__name__!r}: {problem}")
         state = torch.tensor([_layer_key(seed, fqn), 0], dtype=torch.int64, device=self.weight.device)
@@ -115,33 +116,6 @@ class MXFP4Linear(nn.Linear):
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
 
 
-def token_multiple(layer_recipe: Recipe) -> int:
-    """What the number of tokens is padded to: blocks and rotations along tokens (wgrad), and square blocks."""
-    needs = [1]
-    for (gemm_name, tensor), op in layer_recipe.operands().items():
-        if op.is_mx and (gemm_name == "wgrad" or (op.block == "2d" and tensor != "w")):
-            needs.append(BLOCK)
-        if gemm_name == "wgrad" and op.hadamard:
-            needs.append(ROTATION[op.hadamard].size)
-    return max(needs)  # all are powers of two
-
-
-def feature_problem(in_features: int, out_features: int, layer_recipe: Recipe) -> str | None:
-    """Why these feature sizes do not fit the recipe, in a sentence, or None."""
-    contracted = {"fprop": [("in_features", in_features)], "dgrad": [("out_features", out_features)], "wgrad": []}
-    both = [("in_features", in_features), ("out_features", out_features)]
-    for (gemm_name, tensor), op in layer_recipe.operands().items():
-        if op.is_mx and op.block == "2d":
-            sides = both if tensor == "w" else both[:1] if tensor == "x" else both[1:]
-        else:
-            sides = contracted[gemm_name]
-        need = max(BLOCK if op.is_mx else 1, ROTATION[op.hadamard].size if op.hadamard else 1)
-        for side, size in sides:
-            if size % need:
-                return f"{side}={size} is not a multiple of {need}, which recipe {layer_recipe.name!r} needs in {gemm_name}"
-    return None
-
-
 def default_filter(module: nn.Module, fqn: str) -> bool:
     """Every linear layer but the LM head and the routers of a mixture of experts. Embeddings and norms are no linears."""
     return fqn.rpartition(".")[2] not in DEFAULT_SKIP
@@ -158,7 +132,8 @@ def convert(
     chosen = recipe(name)
     keep = filter_fn or default_filter
     found = [(fqn, m) for fqn, m in model.named_modules() if type(m) is nn.Linear and keep(m, fqn)]
-    made = {fqn: MXFP4Linear.from_linear(m, chosen, fqn=fqn, seed=seed) for fqn, m in found}
+    depth = 1 + max((i for i in (layer_index(fqn) for fqn, _ in found) if i is not None), default=-1)
+    made = {fqn: MXFP4Linear.from_linear(m, chosen, fqn=fqn, seed=seed, n_layers=depth) for fqn, m in found}
     for fqn, layer in made.items():
         if not fqn:
             return layer

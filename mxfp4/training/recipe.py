@@ -18,6 +18,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
+from itertools import pairwise
 
 from mxfp4.numerics.formats import one_of
 from mxfp4.numerics.hadamard import SIZES
@@ -27,8 +28,11 @@ from mxfp4.numerics.scales import SCALE_RULES
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 TENSORS = {"fprop": ("x", "w"), "dgrad": ("g", "w"), "wgrad": ("g", "x")}
-FORMATS = {"fp32": (), "bf16": (), "fp8": ("e4m3", "e5m2"), "mxfp8": ("e4m3", "e5m2"), "mxfp4": ("e2m1",)}
-ROTATIONS = tuple(f"{kind}{size}" for kind in ("h", "rht", "frht") for size in SIZES)
+ELEMS_OF = {"fp32": (None,), "bf16": (None,), "fp8": ("e4m3", "e5m2"), "mxfp8": ("e4m3", "e5m2"),
+            "mxfp4": (None,), "nvfp4": (None,)}  # fmt: skip
+FORMATS = tuple(ELEMS_OF)
+FP4 = ("mxfp4", "nvfp4")
+ROTATIONS = tuple(f"{kind}{size}" for kind in ("h", "rht", "frht", "hh") for size in SIZES)
 
 
 @dataclass(frozen=True)
@@ -36,41 +40,49 @@ class Operand:
     """How one operand of one GEMM is quantized. Raises ValueError for any value that is not listed here."""
 
     format: str = "bf16"
-    """fp32 (as it comes), bf16, fp8 (one FP32 scale a tensor), mxfp8 or mxfp4 (E8M0 scale a block)."""
+    """fp32 (as it comes), bf16, fp8 (one FP32 scale a tensor), mxfp8 or mxfp4 (E8M0 scale a block of 32), nvfp4
+    (E4M3 scale a block of 16, one FP32 scale a tensor)."""
     elem: str | None = None
     """e4m3 or e5m2 for the FP8 formats, None elsewhere."""
     block: str = "1d"
-    """1d: 1x32 along the contraction axis; 2d: 32x32."""
+    """1d: 1x32 along the contraction axis; 2d: 32x32 (nvfp4: 1x16 and 16x16)."""
     scale_rule: str = "even"
-    """floor, even, ceil, rceil; `even` is what ROCm Transformer Engine runs."""
+    """floor, even, ceil, rceil, for the mx formats; `even` is what ROCm Transformer Engine runs."""
     rounding: str = "nearest"
     """nearest or stochastic."""
     hadamard: str | None = None
-    """hN: Sylvester of size N; rhtN: with random signs redrawn at every step; frhtN: with random signs drawn once."""
+    """hN: Sylvester of size N; rhtN: with random signs redrawn at every step; frhtN: with random signs drawn once;
+    hhN: Sylvester along both axes, undone on the product, so that square blocks keep serving both orientations."""
+    prescale: float = 1.0
+    """Multiplied in before quantization, divided out of the product: 3/4 keeps stochastic rounding from clipping."""
 
     def __post_init__(self):
         one_of("format", self.format, FORMATS)
-        if FORMATS[self.format] and self.format != "mxfp4":
-            one_of(f"elem of format {self.format!r}", self.elem, FORMATS[self.format])
-        else:
-            one_of(f"elem of format {self.format!r}", self.elem, (None,))
+        one_of(f"elem of format {self.format!r}", self.elem, ELEMS_OF[self.format])
         one_of("block", self.block, BLOCKS)
         one_of("scale_rule", self.scale_rule, SCALE_RULES)
         one_of("rounding", self.rounding, ROUNDINGS)
         one_of("hadamard", self.hadamard, (None, *ROTATIONS))
+        if not 0 < self.prescale <= 1:
+            raise ValueError(f"prescale={self.prescale!r} is not allowed; it lies in (0, 1]")
 
     @property
     def is_mx(self) -> bool:
         return self.format in ("mxfp8", "mxfp4")
 
     @property
-    def mx_elem(self) -> str:
-        return "e2m1" if self.format == "mxfp4" else self.elem
+    def block_size(self) -> int:
+        """Elements that share a scale along an axis; 1 for formats without blocks."""
+        return 32 if self.is_mx else 16 if self.format == "nvfp4" else 1
+
+    @property
+    def two_sided(self) -> bool:
+        return (self.hadamard or "").startswith("hh")
 
     @property
     def transposable(self) -> bool:
-        """Whether one quantization serves both orientations: square blocks and no rotation."""
-        return self.is_mx and self.block == "2d" and self.hadamard is None
+        """Whether one quantization serves both orientations: square blocks, rotated along both axes or neither."""
+        return self.block_size > 1 and self.block == "2d" and (self.hadamard is None or self.two_sided)
 
     @property
     def is_random(self) -> bool:
@@ -78,10 +90,12 @@ class Operand:
 
     def __str__(self) -> str:
         parts = [self.format if self.elem is None else f"{self.format} {self.elem}"]
-        if self.is_mx:
-            parts += [self.block, self.scale_rule]
+        if self.block_size > 1:
+            parts += [self.block, self.scale_rule] if self.is_mx else [self.block]
         if self.rounding == "stochastic":
             parts.append("sr")
+        if self.prescale != 1:
+            parts.append(f"x{self.prescale:g}")
         return " ".join(parts + ([self.hadamard] if self.hadamard else []))
 
 
@@ -121,15 +135,26 @@ class Recipe:
     dgrad: Gemm = Gemm()
     wgrad: Gemm = Gemm()
     overrides: tuple[Override, ...] = ()
+    requantize: bool = False
+    """Double quantization (TetraJet): the backward quantizes the forward's quantized X and W, not their sources."""
+    bf16_tail: float = 0.0
+    """Share of the last layers (`layers.N` in their names) that stays in BF16."""
 
-    def for_layer(self, fqn: str) -> Recipe:
-        """The recipe of the layer called `fqn`, without overrides."""
+    def __post_init__(self):
+        if not 0 <= self.bf16_tail < 1:
+            raise ValueError(f"bf16_tail={self.bf16_tail!r} is not allowed; it lies in [0, 1)")
+        if self.requantize and any(pair.a.hadamard for pair in (self.fprop, self.dgrad, self.wgrad)):
+            raise ValueError(f"recipe {self.name!r}: requantize has no meaning with a rotation, which differs by GEMM")
+
+    def for_layer(self, fqn: str, n_layers: int = 0) -> Recipe:
+        """The recipe of the layer called `fqn` in a model of `n_layers` blocks, without overrides or tail."""
+        index = layer_index(fqn)
+        if index is not None and n_layers and index >= n_layers - round(self.bf16_tail * n_layers):
+            return Recipe(self.name, **BASES["bf16"])
         for override in self.overrides:
             if override.matches(fqn):
-                return replace(
-                    self, fprop=override.fprop, dgrad=override.dgrad, wgrad=override.wgrad, overrides=()
-                )
-        return replace(self, overrides=())
+                return Recipe(self.name, override.fprop, override.dgrad, override.wgrad)
+        return replace(self, overrides=(), bf16_tail=0.0)
 
     def operands(self) -> dict[tuple[str, str], Operand]:
         """{(gemm, tensor): operand} of the six operands, overrides left out."""
@@ -155,7 +180,17 @@ class Recipe:
                 pair = getattr(part, gemm)
                 a, b = TENSORS[gemm]
                 lines.append(f"  {gemm}{title}: {a} {pair.a} | {b} {pair.b}")
+        if self.requantize:
+            lines.append("  backward quantizes the quantized X and W again")
+        if self.bf16_tail:
+            lines.append(f"  last {self.bf16_tail:.0%} of the layers in bf16")
         return "\n".join(lines)
+
+
+def layer_index(fqn: str) -> int | None:
+    """The N of `layers.N` in a layer's full name."""
+    parts = fqn.split(".")
+    return next((int(b) for a, b in pairwise(parts) if a == "layers" and b.isdigit()), None)
 
 
 def _build(cls, data):
@@ -170,7 +205,7 @@ def _build(cls, data):
     return cls(**made)
 
 
-# Composition. A modifier changes the MXFP4 operands of a recipe, or some of them, and nothing else.
+# Composition. A modifier changes the FP4 operands of a recipe, or some of them, and nothing else.
 
 
 def _gemms(x: Operand, w: Operand, g: Operand) -> dict[str, Gemm]:
@@ -178,10 +213,10 @@ def _gemms(x: Operand, w: Operand, g: Operand) -> dict[str, Gemm]:
 
 
 def _change(r: Recipe, gemms: tuple[str, ...] = GEMMS, tensors: str = "xwg", **changes) -> Recipe:
-    """`r` with `changes` in its MXFP4 operands among `gemms` and `tensors`."""
+    """`r` with `changes` in its FP4 operands among `gemms` and `tensors`."""
 
     def changed(op: Operand, tensor: str) -> Operand:
-        return replace(op, **changes) if op.format == "mxfp4" and tensor in tensors else op
+        return replace(op, **changes) if op.format in FP4 and tensor in tensors else op
 
     new = {}
     for gemm in gemms:
@@ -210,14 +245,20 @@ BASES: dict[str, dict[str, Gemm]] = {
     "mxfp4-wgrad": _scope("wgrad"),
     "mxfp4-fprop-dgrad": _scope("fprop", "dgrad"),
     "mxfp4": _MXFP4,
+    "mxfp4-bwd": {**_MXFP4, "fprop": Gemm(Operand("bf16"), Operand("bf16"))},
+    "nvfp4-plain": _gemms(*[Operand("nvfp4")] * 3),
 }
 
 MODIFIERS: dict[str, Callable[[Recipe], Recipe]] = {
     "sr": lambda r: _change(r, rounding="stochastic"),
     "sr-grad": lambda r: _change(r, tensors="g", rounding="stochastic"),
+    "sr-bwd": lambda r: _change(r, gemms=("dgrad", "wgrad"), rounding="stochastic"),
+    "prescale": lambda r: _change(r, prescale=0.75),
     "2d": lambda r: _change(r, block="2d"),
     "2d-w": lambda r: _change(r, tensors="w", block="2d"),
     "qk8": lambda r: replace(r, overrides=(*r.overrides, Override(_QUERY_KEY, **_MXFP8))),
+    "double": lambda r: replace(r, requantize=True),
+    "tail15": lambda r: replace(r, bf16_tail=0.15),
     **{rule: lambda r, rule=rule: _change(r, scale_rule=rule) for rule in SCALE_RULES},
     **{h: lambda r, h=h: _change(r, hadamard=h) for h in ROTATIONS},
     **{f"{h}-wgrad": lambda r, h=h: _change(r, gemms=("wgrad",), hadamard=h) for h in ROTATIONS},
@@ -225,6 +266,13 @@ MODIFIERS: dict[str, Callable[[Recipe], Recipe]] = {
 
 # P2's recipe, and the name under which each ingredient can be taken out: ti2d-no-sr.
 TI2D = {"2d": "2d", "rceil": "rceil", "sr": "sr-grad", "qk8": "qk8"}
+
+# Recipes of other papers, by what public code or abstracts say of them (their sources: the book's references).
+OTHERS = {
+    "nvfp4": "nvfp4-plain+2d-w+sr-grad+frht16-wgrad+tail15",
+    "tseng": "mxfp4-bwd+floor+prescale+sr+rht64",
+    "tetrajet": "mxfp4+rceil+sr-bwd+double",
+}
 
 _SCOPES = ("mxfp4-fprop", "mxfp4-fprop-dgrad", "mxfp4")
 RECIPES = (
@@ -234,6 +282,7 @@ RECIPES = (
     *(f"{scope}+{stabiliser}" for scope in _SCOPES for stabiliser in ("sr", "rht16", "h16", "h32")),
     "ti2d",
     *(f"ti2d-no-{ingredient}" for ingredient in TI2D),
+    *OTHERS,
 )
 
 
@@ -253,6 +302,9 @@ def recipe(name: str | Recipe) -> Recipe:
             one_of(f"ingredient removed in recipe {name!r}:", ingredient, TI2D)
         modifiers = [m for ingredient, m in TI2D.items() if ingredient not in removed] + modifiers
         base = "mxfp4"
+    if base in OTHERS:
+        base, *parts = OTHERS[base].split("+")
+        modifiers = parts + modifiers
     if base not in BASES:
         raise ValueError(f"recipe {name!r} is not known; named recipes: {', '.join(RECIPES)}; see also MODIFIERS")
     result = Recipe(name, **BASES[base])

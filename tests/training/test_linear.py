@@ -8,7 +8,7 @@ from torch import nn
 
 import mxfp4
 from mxfp4 import Gemm, MXFP4Linear, Operand, Recipe, convert, quantize, recipe, set_step
-from mxfp4.training.linear import token_multiple
+from mxfp4.training.gemms import token_multiple
 
 NAMES = ["bf16", "fp8", "mxfp4-fprop", "mxfp4-wgrad", "mxfp4", "mxfp4+sr", "mxfp4+rht16", "mxfp4+h16", "mxfp4+h32", "ti2d"]
 
@@ -31,7 +31,7 @@ def data():
     return torch.randn(96, 64), torch.randn(96, 128)
 
 
-@pytest.mark.parametrize("rotation", ["h16", "h32", "rht16", "frht16", "h64"])
+@pytest.mark.parametrize("rotation", ["h16", "h32", "rht16", "frht16", "h64", "hh16"])
 @pytest.mark.parametrize("which", ["fprop", "dgrad", "wgrad"])
 def test_rotation_without_quantization_cancels_in_each_gemm(which, rotation, data):
     x, grad = data
@@ -240,6 +240,64 @@ def test_misfit_features_are_refused_by_name_before_anything_changes():
         MXFP4Linear(96, 64, recipe="mxfp4+h64")
     convert(model, "mxfp4-fprop")  # contracts in_features only
     assert type(model[1]) is MXFP4Linear
+
+
+@pytest.mark.parametrize("name", ["mxfp4+2d+hh16", "mxfp4+2d+rceil+hh32", "nvfp4-plain", "nvfp4-plain+2d", "mxfp4+floor+prescale+sr"])
+def test_two_sided_rotation_nvfp4_and_prescale_come_out_in_the_original_basis_and_scale(name, data):
+    """Their products are undone after the GEMM: what remains is an FP4 error, not a rotated or scaled result."""
+    x, grad = data
+    linear = nn.Linear(64, 128, bias=False)
+    layer = MXFP4Linear.from_linear(copy.deepcopy(linear), name)
+    for ours, plain in zip(run(layer, x, grad), run(linear, x, grad), strict=True):
+        assert 0.05 < relative(ours, plain) < 0.35
+        slope = (ours.double() * plain).sum() / plain.double().square().sum()
+        assert abs(slope - 1) < 0.05
+
+
+def test_two_sided_rotation_keeps_one_weight_for_both_directions():
+    """What hh16 is for: the quantized W is one matrix, so dgrad's is exactly fprop's, as in `ti2d`."""
+    from mxfp4.training.gemms import operand
+
+    w = torch.randn(64, 128)
+    for name, same in (("mxfp4+2d+hh16", True), ("mxfp4+2d+h16", False)):
+        forward, backward = (operand(w, which, "w", recipe(name), None)[0] for which in ("fprop", "dgrad"))
+        assert torch.equal(forward, backward.t()) == same
+
+
+def test_requantize_takes_the_backward_operands_from_the_forward_ones():
+    from mxfp4.training.gemms import both_operands
+
+    w = torch.randn(64, 128)
+    forward, backward = (v for v, _ in both_operands(w, "w", recipe("mxfp4+rceil+double"), None))
+    again = mxfp4.fake_quantize(forward, axis=0, scale_rule="rceil")
+    assert torch.equal(backward.t(), again) and not torch.equal(backward.t(), mxfp4.fake_quantize(w, axis=0, scale_rule="rceil"))
+
+
+def test_bf16_tail_keeps_the_last_layers():
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(8)])
+    convert(model, "mxfp4+tail15")
+    assert [layer.recipe.fprop.a.format for layer in model.layers] == ["mxfp4"] * 7 + ["bf16"]
+    convert(model2 := nn.Sequential(nn.Linear(32, 32)), "mxfp4+tail15")
+    assert model2[0].recipe.fprop.a.format == "mxfp4"
+
+
+def test_nvfp4_values():
+    from mxfp4.numerics.nvfp4 import nvfp4_values
+
+    x = torch.randn(32, 64)
+    x[0, :16] = 0
+    for block in ("1d", "2d"):
+        value, factor = nvfp4_values(x, block, None, 0)
+        assert relative(value * factor, x) < 0.13
+        assert torch.equal(value.to(torch.bfloat16).float(), value)  # exact in BF16
+        assert not value[0, :16].any()
+    assert torch.equal(nvfp4_values(x, "2d", None, 0)[0], nvfp4_values(x.t(), "2d", None, 0)[0].t())
+    assert not torch.equal(nvfp4_values(x, "1d", None, 0)[0], nvfp4_values(x.t(), "1d", None, 0)[0].t())
+    zero, factor = nvfp4_values(torch.zeros(16, 16), "1d", None, 0)
+    assert not zero.any() and factor == 1
+    x[3, 3] = torch.inf
+    assert nvfp4_values(x, "1d", None, 0)[1].isnan()
 
 
 def test_token_multiple():
