@@ -6,6 +6,7 @@ b = 255 is NaN. Elements are E2M1 (FP4), E4M3 or E5M2 (FP8); all are sign, expon
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -61,7 +62,7 @@ class ElemFormat:
 
     def values(self) -> Tensor:
         """The value of every code, FP32 [2^bits]; codes beyond `max_code` (NaN, infinities) read as NaN."""
-        code = torch.arange(1 << (self.bits - 1))
+        code = torch.arange(1 << (self.bits - 1), device="cpu")
         exponent, mantissa = code >> self.mbits, (code & ((1 << self.mbits) - 1)).float()
         fraction = torch.where(exponent > 0, 1.0, 0.0) + mantissa / (1 << self.mbits)
         value = fraction * torch.exp2(exponent.clamp(min=1).float() - self.bias)
@@ -82,9 +83,31 @@ def elem_format(name: str) -> ElemFormat:
 
 def one_of(argument: str, value, allowed):
     """`value` if it is in `allowed`; else a ValueError that names the argument, the value and what is allowed."""
-    if value not in allowed:
+    if not any(type(value) is type(a) and value == a for a in allowed):
         raise ValueError(f"{argument}={value!r} is not known; allowed: {', '.join(map(repr, allowed))}")
     return value
+
+
+def as_index(argument: str, value) -> int:
+    """`value` as an int, also where it is a NumPy integer; else a TypeError that names the argument and the value."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value  # not through `index`, which would make torch.compile specialise on the value
+    if not isinstance(value, (bool, Tensor)):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{argument} must be an integer, got {value!r}")
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_float(x) -> None:
+    """Raise TypeError unless `x` is a tensor of one of the four dtypes that every function here takes."""
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"x must be a float32, bfloat16, float16 or float64 tensor, got {kind}")
 
 
 def encode(value: Tensor, fmt: ElemFormat) -> Tensor:

@@ -11,12 +11,13 @@ multiplication: every backend gives the same bits. A matrix product would not.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mxfp4.numerics.formats import one_of
+from mxfp4.numerics.formats import as_index, check_float, one_of
 from mxfp4.numerics.philox import as_seed, random_signs
 
 SIZES = (16, 32, 64, 128)
@@ -34,15 +35,15 @@ class Hadamard:
     signs: tuple[int, ...] | str | None = None
 
     def __post_init__(self):
-        one_of("Hadamard size", self.size, SIZES)
-        if self.signs is None or self.signs == "seed":
+        object.__setattr__(self, "size", one_of("Hadamard size", as_index("Hadamard size", self.size), SIZES))
+        if self.signs is None or isinstance(self.signs, str) and self.signs == "seed":
             return
-        if isinstance(self.signs, str):
+        if isinstance(self.signs, str) or not isinstance(self.signs, Iterable):
             raise ValueError(f"Hadamard signs={self.signs!r} is not known; allowed: None, 'seed', a vector of +1 and -1")
-        signs = tuple(int(s) for s in self.signs)
+        signs = tuple(self.signs)
         if len(signs) != self.size or any(s not in (1, -1) for s in signs):
-            raise ValueError(f"Hadamard signs must be {self.size} numbers +1 or -1, got {tuple(self.signs)!r}")
-        object.__setattr__(self, "signs", signs)
+            raise ValueError(f"Hadamard signs must be {self.size} numbers +1 or -1, got {signs!r}")
+        object.__setattr__(self, "signs", tuple(int(s) for s in signs))
 
     def resolve(self, seed: Tensor | None, stream: int, device: torch.device) -> Tensor | None:
         """The sign vector as FP32 [size] on `device`, or None where there is none."""
@@ -77,8 +78,11 @@ def hadamard_transform(
     """`x` rotated along `axis`, in FP32. `inverse=True` undoes it; `seed` is needed for signs drawn from a seed.
 
     Raises ValueError when the size of the axis is not a multiple of the rotation's, or when signs="seed" comes
-    without a seed.
+    without a seed; TypeError for input that is not float.
     """
+    check_float(x)
+    check_rotation(hadamard)
+    axis = as_index("axis", axis)
     if hadamard is None:
         return x.float()
     if hadamard.signs == "seed" and seed is None:
@@ -86,6 +90,12 @@ def hadamard_transform(
     check_multiple(x, axis, hadamard.size, "the Hadamard size")
     signs = hadamard.resolve(None if seed is None else as_seed(seed, x.device), 0, x.device)
     return rotate_last(x.float().movedim(axis, -1), hadamard.size, signs, inverse).movedim(-1, axis)
+
+
+def check_rotation(hadamard) -> None:
+    """Raise TypeError unless `hadamard` is None or a Hadamard."""
+    if hadamard is not None and not isinstance(hadamard, Hadamard):
+        raise TypeError(f"hadamard must be None or an mxfp4.Hadamard, got {hadamard!r}")
 
 
 def check_multiple(x: Tensor, axis: int, of: int, what: str) -> None:

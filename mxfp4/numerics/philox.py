@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mxfp4.numerics.formats import as_index
+
 ROUNDS = 7
 _MASK = 0xFFFFFFFF
 _MUL_A, _MUL_B = 0xD2511F53, 0xCD9E8D57
@@ -46,9 +48,27 @@ def random16(seed: Tensor, shape: tuple[int, ...], stream: int) -> Tensor:
 
 def random_signs(seed: Tensor, size: int, stream: int) -> Tensor:
     """`size` random signs (FP32, +1 or -1): bit j % 32 of word j // 32, one call for each 128."""
+    return _draw_signs(seed, size, stream)
+
+
+# An operator, opaque to torch.compile: Inductor miscompiles `seed >> 32` for a negative int that it made dynamic.
+_library = torch.library.Library("mxfp4", "FRAGMENT")
+_library.define("random_signs(Tensor seed, int size, int stream) -> Tensor")
+
+
+@torch.library.impl(_library, "random_signs", "CompositeExplicitAutograd")
+def _random_signs(seed, size, stream):
     words = torch.stack(philox(seed, torch.arange(-(-size // 128), device=seed.device), FOR_SIGNS, stream), dim=-1)
     bits = (words.flatten()[:, None] >> torch.arange(32, device=seed.device)) & 1
     return 1.0 - 2.0 * bits.flatten()[:size].float()
+
+
+@torch.library.register_fake("mxfp4::random_signs", lib=_library)
+def _random_signs_shape(seed, size, stream):
+    return seed.new_empty(size, dtype=torch.float32)
+
+
+_draw_signs = torch.ops.mxfp4.random_signs.default
 
 
 def as_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
@@ -57,13 +77,12 @@ def as_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
     Raises TypeError for anything but an integer (or one-element int64 tensor) and ValueError outside 64 bits.
     """
     if seed is None:
-        return torch.randint(2**62, (), dtype=torch.int64).to(device)
+        return torch.randint(2**62, (), dtype=torch.int64, device="cpu").to(device)
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.numel() != 1:
             raise TypeError(f"seed must be one int64, got a tensor of {seed.dtype} with {seed.numel()} elements")
         return seed.reshape(()).to(device)
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed must be an integer, got {seed!r}")
+    seed = as_index("seed", seed)
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed={seed} does not fit in 64 bits")
     return torch.tensor(seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64, device=device)

@@ -6,15 +6,14 @@ import torch
 from torch import Tensor
 
 from mxfp4.numerics import ops
-from mxfp4.numerics.formats import BLOCK, elem_format, one_of
-from mxfp4.numerics.hadamard import Hadamard, check_multiple
+from mxfp4.numerics.formats import BLOCK, FLOATS, as_index, check_float, elem_format, one_of
+from mxfp4.numerics.hadamard import Hadamard, check_multiple, check_rotation
 from mxfp4.numerics.philox import as_seed
 from mxfp4.numerics.rounding import ROUNDINGS
 from mxfp4.numerics.scales import SCALE_RULES
 from mxfp4.numerics.tensor import MXTensor
 
 BLOCKS = ("1d", "2d")
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @torch.no_grad()
@@ -41,13 +40,15 @@ def quantize(
         bytes on every backend; None draws a new one from torch's generator at each call.
 
     A zero block has scale byte 0; a block that holds NaN or infinity (also after rotation) has byte 255 and codes 0.
-    Raises TypeError for non-float input, ValueError when `axis` (for 2D blocks: either axis) is not a positive
+    Finite values within a factor of 2 of FP32's largest may round up to 2^128, which FP32 reads as infinity. FP32
+    subnormals (blocks with byte 0) read as 0 while torch.set_flush_denormal(True) is on.
+    Not differentiable: the result has no gradient. Raises TypeError for non-float input, ValueError when `axis` (for 2D blocks: either axis) is not a positive
     multiple of 32, or of the rotation's size, and for unknown names. Zero rows give an empty result.
     """
     how = _prepare(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream=0)
     qdata, scale = ops.quantize(x.detach(), *how)
     signs = how[6]
-    return MXTensor(qdata, scale, elem, block, _negative(axis, x.ndim), tuple(x.shape), hadamard, signs)
+    return MXTensor(qdata, scale, elem, block, _negative(how[0], x.ndim), tuple(x.shape), hadamard, signs)
 
 
 @torch.no_grad()
@@ -70,20 +71,21 @@ def fake_quantize(
     separates draws that share a seed; streams 2n and 2n + 1 (the two operands of a GEMM) share their signs.
     """
     how = _prepare(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream)
-    return ops.fake_quantize(x.detach(), *how, dtype or torch.float32).movedim(-1, axis)
+    dtype = torch.float32 if dtype is None else one_of("dtype", dtype, FLOATS)
+    return ops.fake_quantize(x.detach(), *how, dtype).movedim(-1, how[0])
 
 
 def _prepare(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream):
     """Check every argument; return those of the operators after x."""
-    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
-        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"x must be a float32, bfloat16, float16 or float64 tensor, got {kind}")
+    check_float(x)
+    axis = as_index("axis", axis)
     elem_format(elem)
     one_of("block", block, BLOCKS)
     one_of("scale_rule", scale_rule, SCALE_RULES)
     one_of("rounding", rounding, ROUNDINGS)
-    if hadamard is not None and not isinstance(hadamard, Hadamard):
-        raise TypeError(f"hadamard must be None or an mxfp4.Hadamard, got {hadamard!r}")
+    check_rotation(hadamard)
+    if not 0 <= as_index("stream", stream) < 2**32:
+        raise ValueError(f"stream={stream} is out of range; allowed: 0 to 2^32 - 1")
     check_multiple(x, axis, BLOCK, "the block size")
     if hadamard is not None:
         check_multiple(x, axis, hadamard.size, "the Hadamard size")

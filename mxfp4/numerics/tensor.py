@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mxfp4.numerics.formats import BLOCK, decode, e8m0_value, elem_format, unpack_nibbles
+from mxfp4.numerics.formats import BLOCK, FLOATS, decode, e8m0_value, elem_format, one_of, unpack_nibbles
 from mxfp4.numerics.hadamard import Hadamard, rotate_last
 from mxfp4.numerics.kernels.quantize_torch import spread
 
@@ -54,10 +54,11 @@ class MXTensor:
 
         With a rotation they are in the rotated basis, which is what a GEMM contracts; `rotated=False` rotates back.
         """
+        dtype = torch.float32 if dtype is None else one_of("dtype", dtype, FLOATS)
         value = decode(self.codes(), elem_format(self.elem)) * spread(e8m0_value(self.scale), self.block)
         if self.hadamard is not None and not rotated:
             value = rotate_last(value, self.hadamard.size, self.signs, inverse=True)
-        return value.movedim(-1, self.axis).to(dtype or torch.float32)
+        return value.movedim(-1, self.axis).to(dtype)
 
     def t(self) -> MXTensor:
         """The transpose of a 2-D tensor, without touching data: the same blocks, now along the other axis.
@@ -69,7 +70,10 @@ class MXTensor:
             raise ValueError(f"t() needs a 2-D tensor, got shape {self.shape}")
         return replace(self, axis=-3 - self.axis, shape=(self.shape[1], self.shape[0]))
 
-    def to(self, device) -> MXTensor:
+    def to(self, device: torch.device | str | int) -> MXTensor:
+        """The same tensor on another device. Raises TypeError for a dtype: `dequantize(dtype)` converts."""
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"MXTensor.to takes a device, got {device}: use dequantize({device}) for values")
         signs = None if self.signs is None else self.signs.to(device)
         return replace(self, qdata=self.qdata.to(device), scale=self.scale.to(device), signs=signs)
 
