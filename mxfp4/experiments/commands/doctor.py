@@ -1,0 +1,33 @@
+"""`mxfp4 doctor`: what works on this machine, what does not, and what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+SIGNS = {"ok": "ok     ", "note": "note   ", "missing": "MISSING"}
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Register the sub-command."""
+    parser = subparsers.add_parser("doctor", help="what works here and what does not", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+    parser.set_defaults(handler=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0 when scale cpu can run, else 1."""
+    from mxfp4.experiments.doctor import as_json, diagnose, healthy
+
+    checks = diagnose()
+    if args.json:
+        print(json.dumps(as_json(checks), indent=1))
+    else:
+        width = max(len(c.name) for c in checks)
+        for check in checks:
+            print(f"{SIGNS[check.status]}  {check.name:<{width}}  {check.value}")
+            if check.advice:
+                print(f"{'':7}  {'':<{width}}  -> {check.advice}")
+        missing = [c.name for c in checks if c.status == "missing"]
+        print(f"\nscale cpu: {'cannot run, missing ' + ', '.join(missing) if missing else 'ready'}")
+    return 0 if healthy(checks) else 1

