@@ -1,0 +1,289 @@
+"""The training loop: one configuration to one curve.
+
+Initial weights depend on the seed alone and batches on (step, seed), so the arms of a seed start equal and see the
+same tokens: their differences are paired. Losses stay on the device and are fetched rarely, so a GPU does not wait.
+
+Resuming needs the step number, weights and optimizer state: batches are a function of the step, and `set_step` makes
+a recipe's random numbers one. On the CPU a run that was killed and resumed has the bytes of one that was not (with the
+same number of threads, which decides the order of sums).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from mxfp4.errors import UserError
+from mxfp4.training import checkpoint
+from mxfp4.training.config import TrainConfig
+from mxfp4.training.divergence import DivergenceWatch
+from mxfp4.training.evaluate import bits_per_byte, evaluate, token_loss
+from mxfp4.training.linear import convert, set_step
+from mxfp4.training.model import Llama, build_model
+from mxfp4.training.optim import learning_rate, make_optimizer, set_learning_rate
+
+FETCH_EVERY = {"cpu": 1, "cuda": 20}  # steps between two looks at the losses
+CHECKPOINT_SECONDS = 60.0
+
+Probe = Callable[[nn.Module, int, Tensor], list[dict]]
+"""(model before step `step`, step from 1, its batch [batch, seq + 1]) -> tidy rows. May run forward and backward."""
+
+
+class TokenSource(Protocol):
+    """What the loop needs of a packed corpus."""
+
+    vocab_size: int
+    fingerprint: str
+
+    def batch(self, step: int, batch_size: int, seq_len: int, seed: int) -> Tensor: ...
+    def eval_windows(self, n: int | None, seq_len: int) -> Tensor: ...
+    def bytes_per_token(self, split: str = "validation", windows: Tensor | None = None) -> float: ...
+
+
+@dataclass
+class TrainResult:
+    """What a run gave."""
+
+    curve: list[dict]
+    """step, tokens, train_loss, grad_norm, lr, eval_loss (nats a token, NaN where not evaluated), eval_bpb and
+    balance_loss (NaN for a dense model). Row 0 is the evaluation of the initial weights."""
+    probes: list[dict]
+    """Rows of the probe."""
+    outcome: dict
+    """status ("finished", "diverged" or "paused"), step, tokens, reason, final_loss, final_bpb, target."""
+    timings: dict
+    """Seconds and tokens/s, as measured on this machine."""
+    model: Llama = field(repr=False)
+    """The model as training left it."""
+
+
+def train(
+    config: TrainConfig,
+    *,
+    corpus: TokenSource | None = None,
+    device: torch.device | str | None = None,
+    checkpoint_dir: Path | str | None = None,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    on_step: Callable[[int], None] | None = None,
+    probe: Probe | None = None,
+    progress: bool = True,
+    compile: bool = False,
+    stop: Callable[[], bool] | None = None,
+) -> TrainResult:
+    """Train one arm, from its checkpoint if `checkpoint_dir` holds one.
+
+    corpus: None packs or opens `config.corpus`. device: None is the GPU if there is one. checkpoint_seconds: time
+    between checkpoints (0: one a step). on_step: called with the number of each finished step. compile: torch.compile
+    on each block. stop: asked after each step; True leaves a checkpoint and gives the outcome "paused".
+    Raises UserError when the corpus or checkpoint does not fit the configuration, or a checkpoint cannot be written.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if corpus is None:
+        from mxfp4.training.packing import prepare  # imports the tokenizer library, which a given corpus does not need
+
+        corpus = prepare(config.corpus, config.model.vocab_size, progress=progress)
+    run = _Run(config, corpus, device, compile)
+    if checkpoint_dir is not None:
+        run.resume(Path(checkpoint_dir))
+    bar = tqdm(total=config.steps, initial=run.step, desc=config.recipe, unit="step", disable=None if progress else True)
+    saved = time.monotonic()
+    with bar:
+        if not run.rows:
+            run.evaluate()
+        while run.status is None:
+            run.advance(probe)
+            bar.update()
+            if on_step:
+                on_step(run.step)
+            if run.status is not None:
+                break
+            paused = stop is not None and stop()
+            if checkpoint_dir is not None and (paused or time.monotonic() - saved >= checkpoint_seconds):
+                run.save(Path(checkpoint_dir))
+                saved = time.monotonic()
+            if paused and run.status is None:
+                run.status = "paused"
+    return run.result()
+
+
+class _Run:
+    """A run between two steps. `status` is None while it goes on."""
+
+    def __init__(self, config: TrainConfig, corpus: TokenSource, device: torch.device, compile: bool):
+        if corpus.vocab_size != config.model.vocab_size:
+            raise UserError(
+                f"the corpus has a vocabulary of {corpus.vocab_size}, the model one of {config.model.vocab_size}"
+            )
+        self.config, self.corpus, self.device = config, corpus, device
+        self.model = convert(build_model(config.model, config.seed, device), config.recipe, seed=config.seed)
+        self.optimizer = make_optimizer(self.model, config)
+        windows = corpus.eval_windows(config.eval_sequences, config.seq_len)
+        self.bytes_per_token = corpus.bytes_per_token(windows=windows)
+        self.eval_windows = windows.to(device)
+        self.watch = DivergenceWatch(config.model.vocab_size)
+        self.step = 0
+        self.rows: list[dict] = []
+        self.pending: list[tuple[int, float, Tensor]] = []
+        self.probes: list[dict] = []
+        self.status: str | None = None
+        self.reason: str | None = None
+        self.target: dict | None = None
+        self.seconds = {"train": 0.0, "evaluate": 0.0, "timed": 0.0}
+        self.timed_tokens = 0
+        self.timed_from: tuple[float, int] | None = None  # time and step; None: what follows is not timed
+        if compile:
+            for layer in self.model.layers:
+                layer.compile()
+
+    def advance(self, probe: Probe | None) -> None:
+        """One optimizer step, and whatever is due after it."""
+        config, started = self.config, time.perf_counter()
+        self.step += 1
+        batch = self.corpus.batch(self.step - 1, config.batch_size, config.seq_len, config.seed)
+        batch = batch.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else batch
+        if probe is not None and self.step in config.probe_steps:
+            self.probes += probe(self.model, self.step, batch)
+            self.optimizer.zero_grad(set_to_none=True)
+            self.timed_from = None
+        set_step(self.model, self.step)
+        lr = learning_rate(config, self.step)
+        set_learning_rate(self.optimizer, lr)
+        loss, balance = self._gradients(batch)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.pending.append((self.step, lr, torch.stack([loss, norm.detach(), balance])))
+        last = self.step == config.steps
+        evaluating = last or self.step % config.eval_every == 0
+        if evaluating or len(self.pending) >= FETCH_EVERY.get(self.device.type, 1):
+            self.fetch()
+        self.seconds["train"] += time.perf_counter() - started
+        if self.status is None and evaluating:
+            self.evaluate()
+        if self.status is None and last:
+            self.status = "finished"
+
+    def _gradients(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Accumulate the gradient of a batch; return its mean loss and the load-balance loss, on the device."""
+        parts = batch.chunk(self.config.micro_batches)
+        total = torch.zeros((), device=self.device)
+        balance = torch.full((), math.nan if not self.config.model.n_experts else 0.0, device=self.device)
+        for part in parts:
+            loss = objective = token_loss(self.model, part)
+            aux = self.model.balance_loss()
+            if aux is not None:
+                objective = loss + self.config.model.aux_loss_weight * aux
+                balance += aux.detach() / len(parts)
+            (objective / len(parts)).backward()
+            total += loss.detach() / len(parts)
+        return total, balance
+
+    def fetch(self) -> None:
+        """Bring the pending losses to the host, in order, up to a step at which the run has diverged."""
+        if not self.pending:
+            return
+        values = torch.stack([row for _, _, row in self.pending]).tolist()  # waits for the device
+        now = time.perf_counter()
+        if self.timed_from is not None:
+            self.seconds["timed"] += now - self.timed_from[0]
+            self.timed_tokens += (self.step - self.timed_from[1]) * self.config.tokens_per_step
+        self.timed_from = now, self.step
+        for (step, lr, _), (loss, norm, balance) in zip(self.pending, values, strict=True):
+            self.rows.append(self._row(step, train_loss=loss, grad_norm=norm, lr=lr, balance_loss=balance))
+            self.reason = self.watch.observe(loss, norm)
+            if self.reason is not None:
+                self.status = "diverged"
+                break
+        self.pending.clear()
+
+    def evaluate(self) -> None:
+        """Evaluate and write the result into the row of the current step."""
+        started = time.perf_counter()
+        loss = evaluate(self.model, self.eval_windows, self.config.batch_size // self.config.micro_batches)
+        if self.step == 0:
+            self.rows.append(self._row(0))
+        row = self.rows[-1]
+        row["eval_loss"], row["eval_bpb"] = loss, bits_per_byte(loss, self.bytes_per_token)
+        self.timed_from = time.perf_counter(), self.step
+        self.seconds["evaluate"] += self.timed_from[0] - started
+        if self.step == 0:
+            self.timed_from = None  # the first steps warm up
+        if not math.isfinite(loss):
+            self.status, self.reason = "diverged", f"evaluation loss is {loss}"
+        wanted = self.config.target_loss
+        if wanted is not None and self.target is None and loss <= wanted:
+            self.target = {"loss": wanted, "step": self.step, "tokens": row["tokens"]}
+            if self.config.stop_at_target:
+                self.status = "finished"
+
+    def _row(self, step: int, **known: float) -> dict:
+        names = ("train_loss", "grad_norm", "lr", "eval_loss", "eval_bpb", "balance_loss")
+        blank = dict.fromkeys(names, math.nan)
+        return {"step": step, "tokens": step * self.config.tokens_per_step, **blank, **known}
+
+    def save(self, folder: Path) -> None:
+        """Leave a checkpoint, unless the losses it would hold show that the run has diverged."""
+        self.fetch()
+        if self.status is not None:
+            return
+        state = {
+            "config": self.config.to_dict(),
+            "corpus": self.corpus.fingerprint,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "curve": self.rows,
+            "probes": self.probes,
+            "target": self.target,
+            "seconds": self.seconds,
+            "timed_tokens": self.timed_tokens,
+        }
+        checkpoint.save(folder, self.step, state)
+        self.timed_from = time.perf_counter(), self.step
+
+    def resume(self, folder: Path) -> None:
+        """Go on from the newest whole checkpoint in `folder`, if there is one."""
+        found = checkpoint.load_latest(folder, map_location=self.device)
+        if found is None:
+            return
+        self.step, state = found
+        ours, theirs = self.config.to_dict(), state["config"]
+        for name in ours:
+            if ours[name] != theirs.get(name, ours[name]):
+                raise UserError(f"{folder} is of a run with {name}={theirs[name]!r}, this one has {ours[name]!r}")
+        if state["corpus"] != self.corpus.fingerprint:
+            raise UserError(f"{folder} was trained on corpus {state['corpus']}, this one is {self.corpus.fingerprint}")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.rows, self.probes, self.target = state["curve"], state["probes"], state["target"]
+        self.seconds, self.timed_tokens = state["seconds"], state["timed_tokens"]
+        for row in self.rows[1:]:
+            self.watch.observe(row["train_loss"], row["grad_norm"])
+
+    def result(self) -> TrainResult:
+        evaluated = [row for row in self.rows if math.isfinite(row["eval_loss"])]
+        step = self.rows[-1]["step"]
+        outcome = {
+            "status": self.status,
+            "step": step,
+            "tokens": step * self.config.tokens_per_step,
+            "reason": self.reason,
+            "final_loss": evaluated[-1]["eval_loss"] if evaluated else None,
+            "final_bpb": evaluated[-1]["eval_bpb"] if evaluated else None,
+            "target": self.target,
+        }
+        timings = {
+            "train_seconds": self.seconds["train"],
+            "evaluate_seconds": self.seconds["evaluate"],
+            "tokens_per_second": self.timed_tokens / self.seconds["timed"] if self.seconds["timed"] else None,
+        }
+        if self.device.type == "cuda":
+            timings["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.device)
+        return TrainResult(self.rows, self.probes, outcome, timings, self.model)

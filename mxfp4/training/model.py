@@ -1,0 +1,195 @@
+"""Llama: RMSNorm, RoPE, grouped-query attention, SwiGLU, untied head, no biases; dense or a mixture of experts.
+
+Module names are those of Meta's reference and TorchTitan (layers.N.attention.wq, layers.N.feed_forward.w1,
+tok_embeddings, norm, output). RoPE turns the two halves of a head, as in Hugging Face, so weights can be exported to
+that format without permuting rows. Attention is causal over the whole sequence: no document mask (MLPerf's rule).
+
+Initial weights are normal with std 0.02, the matrices that write to the residual stream (wo, w2) divided by
+sqrt(2 n_layers) (GPT-2, Megatron). Each parameter draws from its own generator, seeded by (seed, name), on the CPU:
+the same bytes for every recipe, device and sharding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mxfp4.training.config import ModelConfig
+
+INIT_STD = 0.02
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last axis, computed in FP32, returned in x's dtype."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.float()
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
+        return (h * self.weight).to(x.dtype)
+
+
+def rope_tables(seq_len: int, head_dim: int, theta: float, device=None) -> Tensor:
+    """FP32 [2, seq_len, head_dim]: cosines and sines of the angle of each position and (repeated) pair."""
+    rates = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
+    angles = torch.arange(seq_len, dtype=torch.float64, device=device)[:, None] * rates
+    angles = torch.cat([angles, angles], dim=-1)
+    return torch.stack([angles.cos(), angles.sin()]).float()
+
+
+def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
+    """Turn x [batch, heads, seq, head_dim] by the angles of `rope` [2, seq, head_dim]; computed in FP32."""
+    h = x.float()
+    a, b = h.chunk(2, dim=-1)
+    return (h * rope[0] + torch.cat([-b, a], dim=-1) * rope[1]).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        kv = config.n_kv_heads * config.head_dim
+        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.wk = nn.Linear(config.dim, kv, bias=False)
+        self.wv = nn.Linear(config.dim, kv, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+        batch, seq, dim = x.shape
+        q, k, v = (p(x).view(batch, seq, -1, self.config.head_dim).transpose(1, 2) for p in (self.wq, self.wk, self.wv))
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        groups = self.config.n_heads // self.config.n_kv_heads
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(y.transpose(1, 2).reshape(batch, seq, dim))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class MixtureOfExperts(nn.Module):
+    """Each token goes to its top k of n experts, weighted by the router's probabilities, renormalized over the k.
+
+    The router runs in FP32 and is never quantized. `balance` holds the last forward's load-balance loss,
+    n_experts * sum_i f_i p_i with f the share of assignments and p the mean probability of expert i: 1 when even.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.top_k = config.n_experts_per_token
+        self.router = nn.Linear(config.dim, config.n_experts, bias=False)
+        self.experts = nn.ModuleList(FeedForward(config) for _ in range(config.n_experts))
+        self.balance: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        with torch.autocast(x.device.type, enabled=False):
+            probs = self.router(flat.float()).softmax(dim=-1)
+        weight, chosen = probs.topk(self.top_k, dim=-1)
+        weight = weight / weight.sum(dim=-1, keepdim=True)
+        share = F.one_hot(chosen, len(self.experts)).float().mean(dim=(0, 1))
+        self.balance = len(self.experts) * (share * probs.mean(dim=0)).sum()
+        y = torch.zeros_like(flat)
+        for i, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen == i)
+            y = y.index_add(0, token, (expert(flat[token]) * weight[token, slot, None]).to(y.dtype))
+        return y.view_as(x)
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.feed_forward = MixtureOfExperts(config) if config.n_experts else FeedForward(config)
+
+    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    """Token ids [batch, seq] -> logits [batch, seq, vocab_size] in the compute dtype.
+
+    Under autocast the residual stream is in autocast's dtype. Raises ValueError for seq > max_seq_len.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+        self.register_buffer("rope", self._rope(), persistent=False)
+
+    def _rope(self, device=None) -> Tensor:
+        return rope_tables(self.config.max_seq_len, self.config.head_dim, self.config.rope_theta, device)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        seq = tokens.shape[1]
+        if seq > self.config.max_seq_len:
+            raise ValueError(f"sequence of {seq} tokens exceeds max_seq_len={self.config.max_seq_len}")
+        x = self.tok_embeddings(tokens)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        rope = self.rope[:, :seq]
+        for layer in self.layers:
+            x = layer(x, rope)
+        return self.output(self.norm(x))
+
+    def balance_loss(self) -> Tensor | None:
+        """Mean over layers of the last forward's load-balance loss; None for a dense model."""
+        if not self.config.n_experts:
+            return None
+        return torch.stack([layer.feed_forward.balance for layer in self.layers]).mean()
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> Llama:
+        """Fill every parameter and buffer; also after `to_empty` from the meta device. Returns self."""
+        if self.config.tie_embeddings:  # `to_empty` separates them
+            self.output.weight = self.tok_embeddings.weight
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+                continue
+            residual = name.endswith(("wo.weight", "w2.weight"))
+            std = INIT_STD / math.sqrt(2 * self.config.n_layers) if residual else INIT_STD
+            digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+            parameter.copy_(torch.empty(parameter.shape).normal_(std=std, generator=generator))
+        self.rope = self._rope(self.rope.device)
+        return self
+
+
+def build_model(config: ModelConfig, seed: int, device: torch.device | str = "cpu") -> Llama:
+    """A Llama with its initial weights, FP32, made on `device` without default initialisation first."""
+    with torch.device("meta"):
+        model = Llama(config)
+    return model.to_empty(device=device).init_weights(seed)
