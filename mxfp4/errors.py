@@ -1,5 +1,5 @@
-"""Errors meant for the person at the keyboard: one line that names the value and says what is allowed or what to do."""
+"""Errors for the person at the keyboard: one line that names the value and says what is allowed or what to do."""
 
 
 class UserError(ValueError):
-    """Something the user can put right. The CLI prints `error: <message>` and exits 1, without a traceback."""
+    """Something the user can put right. The CLI prints `error: <message>` and exits 1, no traceback."""

@@ -1,7 +1,7 @@
 """What works on this machine and what does not, each "does not" with what to do about it.
 
-A check is "ok", "note" (something optional is absent) or "missing" (scale cpu needs it). Nothing is changed, nothing
-is downloaded; the only wait is for the network, NETWORK_SECONDS at most.
+A check is "ok", "note" (something optional is absent) or "missing" (scale cpu needs it). Nothing is changed,
+nothing is downloaded; the only wait is for the network, NETWORK_SECONDS at most.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Check:
 def diagnose() -> list[Check]:
     """All checks, in the order they are shown."""
     return [
-        *_python(), *_packages(), *_device(), _compiler(), _browser(), *_corpora(), _disk(), _memory(), _network()
+        *_python(), *_packages(), *_device(), _compiler(), _browser(), *_corpora(),
+        _disk(), _memory(), _network(),
     ]  # fmt: skip
 
 
@@ -79,11 +80,13 @@ def _packages() -> list[Check]:
     for package in OPTIONAL:
         version = _version(package)
         why = {
-            "triton": "the plain PyTorch kernels are used, slower on a GPU; the PyTorch build for a GPU brings its own",
+            "triton": "the plain PyTorch kernels are used, slower on a GPU; PyTorch for a GPU brings it",
             "torchtitan": "needed only beyond one node: `pip install 'mxfp4[titan]'`",
             "transformers": "needed only to convert Hugging Face models: `pip install 'mxfp4[hf]'`",
         }[package]
-        checks.append(Check(package, "ok" if version else "note", version or "not installed", "" if version else why))
+        checks.append(
+            Check(package, "ok" if version else "note", version or "not installed", "" if version else why)
+        )
     return checks
 
 
@@ -95,7 +98,10 @@ def _device() -> list[Check]:
     except ImportError as error:
         return [Check("device", "missing", f"torch does not import ({error})", "run `make env`")]
     if not torch.cuda.is_available():
-        return [_no_gpu(torch), Check("path", "ok", "emulated", "exact up to summation order, no speed-up from FP4")]
+        return [
+            _no_gpu(torch),
+            Check("path", "ok", "emulated", "exact up to summation order, no speed-up from FP4"),
+        ]
     stack = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     names = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     first = names[0]
@@ -105,21 +111,33 @@ def _device() -> list[Check]:
     if path == "native":
         return [Check("device", "ok", gpu), Check("path", "ok", f"native: {arch} multiplies MXFP4 itself")]
     why = f"{arch} has no MXFP4 matrix instructions; gfx950 (MI350X, MI355X) and sm_100 have"
-    return [Check("device", "ok", gpu), Check("path", "ok", "emulated", f"{why}. Values are right, speed says nothing")]
+    return [
+        Check("device", "ok", gpu),
+        Check("path", "ok", "emulated", f"{why}. Values are right, speed says nothing"),
+    ]
 
 
 def _no_gpu(torch) -> Check:
     """Why there is none, where that can be told."""
     kfd, nvidia = Path("/dev/kfd"), Path("/dev/nvidiactl")
     if kfd.exists() and not os.access(kfd, os.R_OK | os.W_OK):
-        return Check("device", "note", "CPU; an AMD GPU is there without rights to it", "join groups render and video")
+        return Check(
+            "device", "note", "CPU; an AMD GPU is there without rights to it", "join groups render and video"
+        )
     if kfd.exists() and not torch.version.hip:
         advice = "install PyTorch for ROCm: see README, MI355X"
         return Check("device", "note", "CPU; an AMD GPU is there, this PyTorch is not the ROCm one", advice)
     if nvidia.exists() and not torch.version.cuda:
-        return Check("device", "note", "CPU; an NVIDIA GPU is there, this PyTorch is the CPU one", "install PyTorch for CUDA")
+        return Check(
+            "device",
+            "note",
+            "CPU; an NVIDIA GPU is there, this PyTorch is the CPU one",
+            "install PyTorch for CUDA",
+        )
     if kfd.exists() or nvidia.exists():
-        return Check("device", "note", "CPU; a GPU is there, PyTorch cannot use it", "check the driver's version")
+        return Check(
+            "device", "note", "CPU; a GPU is there, PyTorch cannot use it", "check the driver's version"
+        )
     return Check("device", "ok", "CPU, no GPU", "scale cpu works; scales gpu and mi355x need one")
 
 
@@ -127,7 +145,9 @@ def _compiler() -> Check:
     found = next((c for c in (os.environ.get("CXX"), "c++", "g++", "clang++") if c and shutil.which(c)), None)
     if found:
         return Check("C++ compiler", "ok", shutil.which(found) or found)
-    return Check("C++ compiler", "note", "none", "runs are slower without torch.compile; `apt install g++` brings one")
+    return Check(
+        "C++ compiler", "note", "none", "runs are slower without torch.compile; `apt install g++` brings one"
+    )
 
 
 def _browser() -> Check:
@@ -135,7 +155,9 @@ def _browser() -> Check:
     found = next((path for n in names if (path := shutil.which(n))), None)
     if found:
         return Check("browser", "ok", found)
-    return Check("browser", "note", "no Chromium", "only the test that opens the site needs it: `apt install chromium`")
+    return Check(
+        "browser", "note", "no Chromium", "only the test that opens the site needs it: `apt install chromium`"
+    )
 
 
 def _corpora() -> list[Check]:
@@ -163,9 +185,15 @@ def _corpora() -> list[Check]:
         checks.append(Check("corpus technical", "note", "absent", str(error)))
     mirror = os.environ.get("MXFP4_C4")
     if mirror and not Path(mirror).expanduser().is_dir():
-        checks.append(Check("corpus c4", "note", f"MXFP4_C4={mirror} is no folder", "correct it or unset it for the hub"))
+        checks.append(
+            Check(
+                "corpus c4", "note", f"MXFP4_C4={mirror} is no folder", "correct it or unset it for the hub"
+            )
+        )
     else:
-        checks.append(Check("corpus c4", "ok", f"local mirror {mirror}" if mirror else "from the hub, when asked for"))
+        checks.append(
+            Check("corpus c4", "ok", f"local mirror {mirror}" if mirror else "from the hub, when asked for")
+        )
     return checks
 
 
@@ -174,12 +202,16 @@ def _disk() -> Check:
     existing = next(p for p in (root, *root.parents) if p.exists())
     free = shutil.disk_usage(existing).free / 1e9
     if not os.access(existing, os.W_OK):
-        return Check("disk", "missing", f"{existing} cannot be written", "set MXFP4_RUNS to a folder of yours")
+        return Check(
+            "disk", "missing", f"{existing} cannot be written", "set MXFP4_RUNS to a folder of yours"
+        )
     value = f"{free:.0f} GB free for {root}"
     if free < DISK_GB:
         return Check("disk", "missing", value, f"scale cpu needs {DISK_GB:g} GB: make room or set MXFP4_RUNS")
     if free < C4_PACKED_GB:
-        return Check("disk", "note", value, f"enough but for all of C4's default shards ({C4_PACKED_GB:g} GB packed)")
+        return Check(
+            "disk", "note", value, f"enough but for all of C4's default shards ({C4_PACKED_GB:g} GB packed)"
+        )
     return Check("disk", "ok", value)
 
 
@@ -201,4 +233,8 @@ def _network() -> Check:
     if offline():
         return Check("network", "note", "not tried: HF_HUB_OFFLINE is set", what)
     why = unreachable(url, NETWORK_SECONDS)
-    return Check("network", "note", f"{url} out of reach ({why})", what) if why else Check("network", "ok", f"{url} answers")
+    return (
+        Check("network", "note", f"{url} out of reach ({why})", what)
+        if why
+        else Check("network", "ok", f"{url} answers")
+    )

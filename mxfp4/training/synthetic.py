@@ -1,20 +1,20 @@
 """A source of known entropy: tokens whose exact conditional law is known at every position, in any amount.
 
 A model's loss on it splits into an irreducible part and the model's own excess, so that the damage done by
-quantization has an absolute scale. Each window of seq_len + 1 tokens is a sequence of its own. Token 0 is a marker,
-the others are words with Zipf frequencies. With x[:t] known the law of x[t] is, in text,
+quantization has an absolute scale. Each window of seq_len + 1 tokens is a sequence of its own. Token 0 is a
+marker, the others are words with Zipf frequencies. With x[:t] known the law of x[t] is, in text,
 
-    MARKER_PROB                  the marker (once there is enough history to copy from)
-    otherwise (1 - UNIFORM) * table[class(x[t-2]), x[t-1]] + UNIFORM * zipf       a sparse order-2 Markov chain
+    MARKER_PROB                  the marker (once there is enough history to copy from) otherwise (1 -
+    UNIFORM) * table[class(x[t-2]), x[t-1]] + UNIFORM * zipf       a sparse order-2 Markov chain
 
 and after a marker at m, where r = m - COPY is the end of the copyable history,
 
-    x[m+1], the cue:   the empirical law of x[r - RANGE : r], the last RANGE copyable tokens
-    x[m+2 ...], COPY tokens:  (1 - COPY_NOISE) * [what followed the cue's last occurrence in x[:r]] + COPY_NOISE * zipf
+    x[m+1], the cue:   the empirical law of x[r - RANGE : r], the last RANGE copyable tokens x[m+2 ...], COPY
+    tokens:  (1 - COPY_NOISE) * [what followed the cue's last occurrence in x[:r]] + COPY_NOISE * zipf
 
-A marker inside a cue or a copy has no effect. So frequent pairs, rare pairs and copying in context (what induction
-heads do) can each be learnt, and each is exact: no hidden state. Random numbers are Philox words of (law seed, stream,
-window index); NumPy keeps those the same in every release.
+A marker inside a cue or a copy has no effect. So frequent pairs, rare pairs and copying in context (what
+induction heads do) can each be learnt, and each is exact: no hidden state. Random numbers are Philox words of
+(law seed, stream, window index); NumPy keeps those the same in every release.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DRAWS = 4  # uniform numbers used for a token
 
 
 def _uniform(key: tuple[int, int], start: int, count: int) -> np.ndarray:
-    """float64 [count] in [0, 1): numbers start, start + 1, ... of a Philox stream; start is a multiple of 4."""
+    """float64 [count] in [0, 1): a Philox stream from number `start` on, a multiple of 4."""
     words = np.random.Philox(key=[k % 2**64 for k in key], counter=start // 4).random_raw(count)
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
@@ -77,7 +77,7 @@ class Law:
 
 
 class _State:
-    """For n windows at position t: mode, tokens of the copy left, where the copy reads. A function of x[:, :t]."""
+    """For n windows at position t: mode, length of copy left, where the copy reads. A function of x[:, :t]."""
 
     def __init__(self, n: int) -> None:
         self.mode = np.zeros(n, np.int64)
@@ -161,7 +161,7 @@ def _law(vocab_size: int, seed: int) -> Law:
 
 @lru_cache(maxsize=3)
 def _chunk(vocab_size: int, law_seed: int, stream: int, index: int, size: int, seq_len: int) -> np.ndarray:
-    """Windows [index * size, (index + 1) * size) of a stream: many at once, since the loop over positions is Python."""
+    """Windows [index * size, (index + 1) * size) of a stream; many at once, as the loop over positions is Python."""
     per_window = (seq_len + 1) * _DRAWS
     u = _uniform((law_seed, stream), index * size * per_window, size * per_window)
     return generate(_law(vocab_size, law_seed), u.reshape(size, seq_len + 1, _DRAWS))
@@ -178,7 +178,9 @@ class SyntheticCorpus:
 
     def __post_init__(self) -> None:
         if self.vocab_size < 2 * SUCCESSORS:
-            raise UserError(f"vocab_size={self.vocab_size} must be at least {2 * SUCCESSORS} for the synthetic source")
+            raise UserError(
+                f"vocab_size={self.vocab_size} must be at least {2 * SUCCESSORS} for the synthetic source"
+            )
 
     @property
     def meta(self) -> dict:
@@ -216,7 +218,9 @@ class SyntheticCorpus:
         while n > 0:
             index, offset = divmod(start, size)
             take = min(n, size - offset)
-            pieces.append(_chunk(self.vocab_size, self.law_seed, stream, index, size, seq_len)[offset : offset + take])
+            pieces.append(
+                _chunk(self.vocab_size, self.law_seed, stream, index, size, seq_len)[offset : offset + take]
+            )
             start, n = start + take, n - take
         return torch.from_numpy(np.concatenate(pieces))
 
@@ -225,7 +229,7 @@ class SyntheticCorpus:
         return float("nan")
 
     def log_prob(self, windows: LongTensor) -> Tensor:
-        """float64 [n, seq_len]: ln p(target | all before it), nats. Its negative mean is the irreducible loss."""
+        """float64 [n, seq_len]: ln p(target | all before it), nats. Minus its mean is the irreducible loss."""
         return self._exact(windows)[0]
 
     def entropy(self, windows: LongTensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Tokenizers: a byte-level BPE trained here on the training part, or Llama 3.1's from a file or the hub.
 
-Byte-level (GPT-2's alphabet and splitting rule): any UTF-8 text round-trips, nothing is unknown, and each token
-stands for a known number of bytes, which makes bits per byte exact. Training is deterministic: the same texts give
-the same file. Token 0 is EOS, put after each document; text that happens to spell a special token is encoded as text.
+Byte-level (GPT-2's alphabet and splitting rule): any UTF-8 text round-trips, nothing is unknown, and each
+token stands for a known number of bytes, which makes bits per byte exact. Training is deterministic: the same
+texts give the same file. Token 0 is EOS, put after each document; text that happens to spell a special token
+is encoded as text.
 """
 
 from __future__ import annotations
@@ -125,18 +126,24 @@ def load_llama() -> TextTokenizer:
     if offline():
         raise UserError(f"the Llama 3.1 tokenizer is not in the hub cache and HF_HUB_OFFLINE is set: {how}")
     if why := unreachable(hub_endpoint()):
-        raise UserError(f"the Llama 3.1 tokenizer cannot be fetched, {hub_endpoint()} is out of reach ({why}): {how}")
+        raise UserError(
+            f"the Llama 3.1 tokenizer cannot be fetched, {hub_endpoint()} is out of reach ({why}): {how}"
+        )
     try:
         return _checked_llama(load(hf_hub_download(LLAMA_REPOSITORY, "tokenizer.json")))
     except UserError:
         raise
     except Exception as error:  # gated, not logged in, rate limited: the library's types differ by version
-        raise UserError(f"the Llama 3.1 tokenizer cannot be fetched ({type(error).__name__}): {how}") from error
+        raise UserError(
+            f"the Llama 3.1 tokenizer cannot be fetched ({type(error).__name__}): {how}"
+        ) from error
 
 
 def _checked_llama(tokenizer: TextTokenizer) -> TextTokenizer:
     if tokenizer.size != LLAMA_VOCAB:
-        raise UserError(f"this is not Llama 3.1's tokenizer: it has {tokenizer.size} ids, {LLAMA_VOCAB} are needed")
+        raise UserError(
+            f"this is not Llama 3.1's tokenizer: it has {tokenizer.size} ids, {LLAMA_VOCAB} are needed"
+        )
     return tokenizer
 
 

