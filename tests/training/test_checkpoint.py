@@ -1,0 +1,91 @@
+"""Checkpoints on bad days: cut short, rotten, full disk, hostile."""
+
+import errno
+import os
+
+import pytest
+import torch
+
+from mxfp4.errors import UserError
+from mxfp4.training import checkpoint
+
+
+def state(value: float) -> dict:
+    return {"model": {"w": torch.full((100,), value)}, "curve": [{"step": 1, "loss": value}]}
+
+
+def test_the_newest_two_are_kept_and_the_newest_is_loaded(tmp_path):
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, step, state(step))
+    assert sorted(p.name for p in tmp_path.glob("*.pt")) == ["step-00000002.pt", "step-00000003.pt"]
+    step, loaded = checkpoint.load_latest(tmp_path)
+    assert step == 3 and torch.equal(loaded["model"]["w"], torch.full((100,), 3.0)) and loaded["curve"][0]["loss"] == 3
+    assert checkpoint.latest_step(tmp_path) == 3
+
+
+def test_an_empty_or_missing_folder_holds_none(tmp_path):
+    assert checkpoint.load_latest(tmp_path) is None and checkpoint.load_latest(tmp_path / "no") is None
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "no sum", "empty sum"])
+def test_a_damaged_one_is_named_and_the_one_before_is_used(tmp_path, damage):
+    checkpoint.save(tmp_path, 1, state(1.0))
+    path = checkpoint.save(tmp_path, 2, state(2.0))
+    data = bytearray(path.read_bytes())
+    if damage == "truncated":
+        path.write_bytes(data[:-7])
+    elif damage == "flipped":
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "no sum":
+        path.with_suffix(".sha256").unlink()
+    else:
+        path.with_suffix(".sha256").write_text("")
+    with pytest.warns(UserWarning, match=r"step-00000002\.pt .*; using the one before it"):
+        step, loaded = checkpoint.load_latest(tmp_path)
+    assert step == 1 and loaded["model"]["w"][0] == 1
+
+
+def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, 1, state(1.0))
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"step-00000002\.pt: the disk is full; earlier checkpoints are intact"):
+        checkpoint.save(tmp_path, 2, state(2.0))
+    monkeypatch.undo()
+    assert checkpoint.load_latest(tmp_path)[0] == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001.pt", "step-00000001.sha256"]
+
+
+class Hostile:
+    """Runs code when unpickled."""
+
+    def __reduce__(self):
+        return (os.system, ("true",))
+
+
+def test_a_checkpoint_cannot_run_code(tmp_path):
+    path = checkpoint.save(tmp_path, 1, {"model": {}})
+    torch.save({"model": Hostile()}, path)
+    import hashlib
+
+    path.with_suffix(".sha256").write_text(hashlib.sha256(path.read_bytes()).hexdigest())
+    with pytest.warns(UserWarning, match="cannot be loaded"):
+        assert checkpoint.load_latest(tmp_path) is None
+
+
+def test_leftovers_of_a_killed_write_do_not_pile_up(tmp_path):
+    (tmp_path / ".step-00000001.pt.123.tmp").write_bytes(b"half")
+    checkpoint.save(tmp_path, 1, state(1.0))
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_remove_leaves_nothing(tmp_path):
+    checkpoint.save(tmp_path / "run", 1, state(1.0))
+    checkpoint.remove(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
