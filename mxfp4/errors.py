@@ -1,4 +1,4 @@
-"""Errors for the person at the keyboard: one line that names the value and says what is allowed or what to do."""
+"""Errors for the person at the keyboard: one line that names the value and what is allowed or what to do."""
 
 
 class UserError(ValueError):

@@ -37,8 +37,9 @@ def token_dtype(ids: int) -> np.dtype:
 
 @lru_cache(maxsize=4)
 def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
-    """int64 [n], the order of windows in an epoch, from Philox's raw words: no NumPy release changes those."""
-    words = np.random.Philox(key=[seed % 2**64, epoch]).random_raw(n)
+    """int64 [n], the order of windows in an epoch; from Philox's raw words, which no NumPy changes."""
+    key = np.array([seed % 2**64, epoch], dtype=np.uint64)  # a list may pass through float64
+    words = np.random.Philox(key=key).random_raw(n)
     return np.argsort(words, kind="stable")
 
 

@@ -45,7 +45,10 @@ _DRAWS = 4  # uniform numbers used for a token
 
 def _uniform(key: tuple[int, int], start: int, count: int) -> np.ndarray:
     """float64 [count] in [0, 1): a Philox stream from number `start` on, a multiple of 4."""
-    words = np.random.Philox(key=[k % 2**64 for k in key], counter=start // 4).random_raw(count)
+    words = np.random.Philox(
+        key=np.array([k % 2**64 for k in key], dtype=np.uint64),  # a list would pass through float64
+        counter=start // 4,
+    ).random_raw(count)
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -77,7 +80,7 @@ class Law:
 
 
 class _State:
-    """For n windows at position t: mode, length of copy left, where the copy reads. A function of x[:, :t]."""
+    """For n windows at position t: mode, copy left, where the copy reads. A function of x[:, :t]."""
 
     def __init__(self, n: int) -> None:
         self.mode = np.zeros(n, np.int64)
@@ -161,7 +164,7 @@ def _law(vocab_size: int, seed: int) -> Law:
 
 @lru_cache(maxsize=3)
 def _chunk(vocab_size: int, law_seed: int, stream: int, index: int, size: int, seq_len: int) -> np.ndarray:
-    """Windows [index * size, (index + 1) * size) of a stream; many at once, as the loop over positions is Python."""
+    """Windows [index * size, (index + 1) * size) of a stream; many, as the loop over positions is Python."""
     per_window = (seq_len + 1) * _DRAWS
     u = _uniform((law_seed, stream), index * size * per_window, size * per_window)
     return generate(_law(vocab_size, law_seed), u.reshape(size, seq_len + 1, _DRAWS))
@@ -229,7 +232,7 @@ class SyntheticCorpus:
         return float("nan")
 
     def log_prob(self, windows: LongTensor) -> Tensor:
-        """float64 [n, seq_len]: ln p(target | all before it), nats. Minus its mean is the irreducible loss."""
+        """float64 [n, seq_len]: ln p(target | all before it), nats. Minus the mean: irreducible loss."""
         return self._exact(windows)[0]
 
     def entropy(self, windows: LongTensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Corpora: wheels read and checked, the cut, C4 from a local mirror, what is said when something is absent."""
+"""Corpora: wheels read and checked, the cut, C4 from a mirror, what is said when something is absent."""
 
 from __future__ import annotations
 

@@ -162,6 +162,7 @@ def test_batches_of_any_size_take_the_same_windows(packed):
 def test_permutation_is_the_recorded_one():
     """Records made with one NumPy must mean the same batches with the next."""
     assert permutation(8, 1, 0).tolist() == [3, 5, 2, 7, 0, 6, 1, 4]
+    assert permutation(99, -5, 3).tolist() != permutation(99, -6, 3).tolist()  # 64-bit keys, not rounded
     assert sorted(permutation(1000, -5, 3).tolist()) == list(range(1000))
 
 
