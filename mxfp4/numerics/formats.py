@@ -64,7 +64,7 @@ class ElemFormat:
         """The value of every code, FP32 [2^bits]; codes beyond `max_code` (NaN, infinities) read as NaN."""
         code = torch.arange(1 << (self.bits - 1), device="cpu")
         exponent, mantissa = code >> self.mbits, (code & ((1 << self.mbits) - 1)).float()
-        fraction = torch.where(exponent > 0, 1.0, 0.0) + mantissa / (1 << self.mbits)
+        fraction = (exponent > 0).float() + mantissa / (1 << self.mbits)
         value = fraction * torch.exp2(exponent.clamp(min=1).float() - self.bias)
         value = torch.where(code <= self.max_code, value, torch.nan)
         return torch.cat([value, -value])

@@ -41,9 +41,12 @@ def quantize(
 
     A zero block has scale byte 0; a block that holds NaN or infinity (also after rotation) has byte 255 and codes 0.
     Finite values within a factor of 2 of FP32's largest may round up to 2^128, which FP32 reads as infinity. FP32
-    subnormals (blocks with byte 0) read as 0 while torch.set_flush_denormal(True) is on.
-    Not differentiable: the result has no gradient. Raises TypeError for non-float input, ValueError when `axis` (for 2D blocks: either axis) is not a positive
-    multiple of 32, or of the rotation's size, and for unknown names. Zero rows give an empty result.
+    subnormals, and blocks with byte 0, may read as 0 while torch.set_flush_denormal(True) is on. The result carries
+    no gradient.
+
+    Raises TypeError for non-float input and non-integer axis or seed, ValueError when `axis` (for 2D blocks: either
+    axis) is not a positive multiple of 32, or of the rotation's size, and for unknown names.
+    Zero rows give an empty result.
     """
     how = _prepare(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream=0)
     qdata, scale = ops.quantize(x.detach(), *how)
