@@ -1,0 +1,260 @@
+"""The probe: looks at a run's own tensors and gradients at pairs of consecutive steps, and leaves no trace in it.
+
+A probe is called by the training loop before a step, with the model and the step's batch, and returns tidy rows:
+
+    step, recipe, layer, gemm, tensor, metric, value
+
+`recipe` is what was applied to the tensors. It is the arm's own, and for an arm without FP4 also recipes that the arm
+did not train with ("what would MXFP4 do here"): for the bf16 arm all of WOULD, on the same weights and batch, which
+makes recipes comparable. `layer` is a full name, or "all" for the whole model; `gemm` and `tensor` say what the metric
+is of (tables in `operands` and `transposition`). On top of those:
+
+| gemm, tensor   | metric                | meaning                                                                 |
+|----------------|-----------------------|-------------------------------------------------------------------------|
+| "", "dw"       | error, cosine, bias   | the weight's whole gradient against a BF16 backward, same weights, batch|
+| "", "dw"       | systematic, pattern_redraw | as for products, between two draws of the recipe's random numbers  |
+| fprop, dgrad "w" | pattern_next        | cosine of the error of Q(W), unrotated, at step t and at t + 1          |
+| fprop, dgrad "w" | pattern_redraw      | the same between two draws at one step: only randomness differs         |
+| wgrad "dw"     | pattern_next          | cosine of Wgrad's own error at step t and at t + 1                      |
+| wgrad "dw"     | pattern_next_held     | the same with the batch held: weights and random numbers differ         |
+| "", "dw"       | pattern_next          | cosine of the gradient's error (against BF16) at t and at t + 1         |
+
+The first step of a pair gives the statistics, the second (t + 1, seen by the same object) the `pattern_next` rows. A
+run that was resumed between the two treats the second as a first one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from mxfp4.experiments import operands, transposition
+from mxfp4.experiments.backward import (
+    capturing, depth, gradients, quantized_layers, recipe_of, untouched,
+)  # fmt: skip
+from mxfp4.experiments.operands import Captured, Rows
+from mxfp4.numerics.scales import SCALE_RULES
+from mxfp4.training.linear import MXFP4Linear
+from mxfp4.training.recipe import FP4, Operand, Recipe, layer_index
+
+COLUMNS = ("step", "recipe", "layer", "gemm", "tensor", "metric", "value")
+KINDS = ("wq", "wo", "w1", "w2")
+WOULD = ("mxfp4", "mxfp4+sr", "mxfp4+rht16", "mxfp4+h16", "mxfp4+h32")
+RULES = tuple(f"mxfp4+{rule}" for rule in SCALE_RULES)
+
+
+@dataclass
+class _Seen:
+    """What the second step of a pair needs of the first."""
+
+    step: int
+    batch: Tensor
+    errors: dict[tuple[str, str, str, str], Tensor] = field(default_factory=dict)
+    """{(recipe, layer, gemm, tensor): error pattern}."""
+
+
+class Probe:
+    """Callable for the training loop: `probe(model, step, batch)` -> rows.
+
+    blocks: how many transformer blocks are looked at layer by layer, spread from the first to the last; None is
+    3 on a GPU, 2 on the CPU. kinds: which
+    of their layers, by the last part of the name; those left out resemble one that is in. max_tokens: how much of the
+    batch is used, in whole sequences; None is 8192 on a GPU, 512 on the CPU. draws: repetitions that tell bias from
+    noise for recipes with random numbers.
+    """
+
+    def __init__(
+        self, *, blocks: int | None = None, kinds: tuple[str, ...] = KINDS, max_tokens: int | None = None, draws: int = 3
+    ):
+        if min(blocks or 1, max_tokens or 1) < 1 or draws < 2:
+            raise ValueError(f"blocks={blocks} and max_tokens={max_tokens} must be positive, draws={draws} at least 2")
+        self.blocks, self.kinds, self.max_tokens, self.draws = blocks, kinds, max_tokens, draws
+        self._last: _Seen | None = None
+
+    def __call__(self, model: nn.Module, step: int, batch: Tensor) -> list[dict]:
+        """Rows for `step`; `batch` is [sequences, seq + 1]. The model is as it was, apart from time passed."""
+        small = batch.device.type == "cpu"
+        max_tokens, blocks = self.max_tokens or (512 if small else 8192), self.blocks or (2 if small else 3)
+        batch = batch[: max(max_tokens // (batch.shape[1] - 1), 1)]
+        look = _Look(model, step, batch, _chosen(model, blocks, self.kinds), self.draws)
+        before = self._last if self._last is not None and self._last.step == step - 1 else None
+        with untouched(model):
+            look.take(before)
+        self._last = look.seen
+        return look.rows()
+
+
+class _Look:
+    """One call of a probe: measurements pile up on the device and come over together."""
+
+    def __init__(self, model: nn.Module, step: int, batch: Tensor, layers: dict[str, MXFP4Linear], draws: int):
+        self.model, self.step, self.batch, self.layers, self.draws = model, step, batch, layers, draws
+        self.n_layers = depth(model)
+        self.seen = _Seen(step, batch)
+        self.found: dict[tuple[str, str, str, str, str], Tensor] = {}
+
+    def take(self, before: _Seen | None) -> None:
+        tensors, own = self._captured(self.batch)
+        reference = gradients(self.model, self.batch, self.step, "bf16")
+        names = recipes_for(self.model)
+        for name in names:
+            self._gradient(name, own, reference, before)
+            for layer in tensors.values():
+                self._layer(name, layer, before)
+        if before is not None:
+            self._held(before, names)
+            return
+        for i, layer in enumerate(tensors.values()):
+            if i == 0:
+                self._add("", layer.fqn, transposition.tile_rows(layer))
+            if own_recipe(self.model) == "bf16":
+                self._variants(layer)
+
+    def _captured(self, batch: Tensor) -> tuple[dict[str, Captured], dict[str, Tensor]]:
+        with capturing(self.layers) as tensors:
+            own = gradients(self.model, batch, self.step)
+        return tensors, own
+
+    def _recipe(self, name: str, fqn: str) -> Recipe:
+        layer = self.layers[fqn]
+        return layer.recipe if name == layer.recipe.name else recipe_of(layer, name, self.n_layers)
+
+    def _seed(self, fqn: str, draw: int) -> Tensor:
+        return operands.fresh_seed(self.layers[fqn].rng[0], self.step, draw)
+
+    def _layer(self, name: str, layer: Captured, before: _Seen | None) -> None:
+        """Operands, products and error patterns of one layer under one recipe."""
+        used = self._recipe(name, layer.fqn)
+        seeds = [self._seed(layer.fqn, draw) for draw in range(self.draws)]
+        made = operands.prepared(layer, used, seeds[0])
+        weights = operands.weight_errors(layer, used, seeds[0], made)
+        for gemm, error in weights.items():
+            self._pattern(name, layer.fqn, gemm, "w", error, before)
+        if before is None:
+            rows, dw_error = operands.product_rows(layer, used, seeds, made)
+            rows |= operands.operand_rows(layer, used, seeds[0], made)
+            rows |= transposition.transposition_rows(layer, used, seeds[0], made)
+            again = operands.weight_errors(layer, used, seeds[1]) if used.is_random else weights
+            for gemm, error in weights.items():
+                rows[gemm, "w", "pattern_redraw"] = operands.pattern_cosine(error, again[gemm])
+            self._add(name, layer.fqn, rows)
+        else:
+            dw_error = operands.dw_error(layer, used, made)
+        self._pattern(name, layer.fqn, "wgrad", "dw", dw_error, before)
+
+    def _variants(self, layer: Captured) -> None:
+        """Scale rules and block shapes on the tensors of an arm without FP4."""
+        for name in (*RULES, *transposition.VARIANTS):
+            used = self._recipe(name, layer.fqn)
+            if used is self.layers[layer.fqn].recipe:
+                continue
+            if name in RULES:
+                rule = name.partition("+")[2]
+                self._add(name, layer.fqn, operands.rule_rows(layer, Operand("mxfp4", scale_rule=rule)))
+            if name in transposition.VARIANTS:
+                self._add(name, layer.fqn, transposition.transposition_rows(layer, used, self._seed(layer.fqn, 0)))
+
+    def _gradient(self, name: str, own: dict, reference: dict, before: _Seen | None) -> None:
+        """The whole model's gradient under one recipe, against BF16's."""
+        is_own = name == own_recipe(self.model)
+        got = own if is_own else gradients(self.model, self.batch, self.step, name)
+        errors = {n: got[n] - reference[n] for n in got}
+        shown = {f"{fqn}.weight": fqn for fqn in self.layers}
+        again = None
+        if before is None and any(self._recipe(name, fqn).is_random for fqn in self.layers):
+            again = gradients(self.model, self.batch, self.step, name, draw=1)
+        if before is None:
+            sums = {n: _sums(got[n], reference[n], None if again is None else again[n] - reference[n]) for n in got}
+            for n, fqn in shown.items():
+                self._add(name, fqn, _from_sums(sums[n]))
+            self._add(name, "all", _from_sums(torch.stack(list(sums.values())).sum(0)))
+        for n, fqn in shown.items():
+            self._pattern(name, fqn, "", "dw", errors[n], before)
+
+    def _held(self, before: _Seen, names: tuple[str, ...]) -> None:
+        """Wgrad's error on the batch of the step before, with the weights and random numbers of this one."""
+        tensors, _ = self._captured(before.batch)
+        for fqn, layer in tensors.items():
+            for name in names:
+                used = self._recipe(name, fqn)
+                error = operands.dw_error(layer, used, operands.prepared(layer, used, self._seed(fqn, 0)))
+                first = before.errors.get((name, fqn, "wgrad", "dw"))
+                if first is not None:
+                    cosine = operands.pattern_cosine(first, error)
+                    self._add(name, fqn, {("wgrad", "dw", "pattern_next_held"): cosine})
+
+    def _pattern(self, name: str, fqn: str, gemm: str, tensor: str, error: Tensor, before: _Seen | None) -> None:
+        """Keep an error pattern for the next step, and compare it with the last one's."""
+        key = name, fqn, gemm, tensor
+        self.seen.errors[key] = error
+        if before is not None and key in before.errors:
+            self._add(name, fqn, {(gemm, tensor, "pattern_next"): operands.pattern_cosine(before.errors[key], error)})
+
+    def _add(self, name: str, fqn: str, rows: Rows) -> None:
+        self.found |= {(name, fqn, *key): value for key, value in rows.items()}
+
+    def rows(self) -> list[dict]:
+        if not self.found:
+            return []
+        values = torch.stack([v.float() for v in self.found.values()]).tolist()
+        return [
+            dict(zip(COLUMNS, (self.step, *key, value), strict=True))
+            for key, value in zip(self.found, values, strict=True)
+        ]
+
+
+def own_recipe(model: nn.Module) -> str:
+    """Name of the recipe that the model trains with."""
+    return next(iter(quantized_layers(model).values())).recipe.name
+
+
+def recipes_for(model: nn.Module) -> tuple[str, ...]:
+    """The recipes that a probe measures on `model`: its own, and where that has no FP4, what MXFP4 would do."""
+    own = own_recipe(model)
+    if own == "bf16":
+        return WOULD
+    return (own, "mxfp4") if _is_plain(model) else (own,)
+
+
+def _is_plain(model: nn.Module) -> bool:
+    """Whether no layer has an FP4 operand."""
+    layers = quantized_layers(model).values()
+    return all(op.format not in FP4 for layer in layers for op in layer.recipe.operands().values())
+
+
+def _chosen(model: nn.Module, blocks: int, kinds: tuple[str, ...]) -> dict[str, MXFP4Linear]:
+    """The converted layers of those kinds in `blocks` blocks from first to last (of experts, the first).
+
+    All of them in a model whose layers have other names.
+    """
+    layers, n = quantized_layers(model), depth(model)
+    blocks = min(blocks, n)
+    kept = {round(i * (n - 1) / max(blocks - 1, 1)) for i in range(blocks)} | {None}
+    found = {
+        fqn: m
+        for fqn, m in layers.items()
+        if layer_index(fqn) in kept and fqn.rpartition(".")[2] in kinds and (".experts." not in fqn or ".experts.0." in fqn)
+    }
+    return found or layers
+
+
+def _sums(got: Tensor, reference: Tensor, again: Tensor | None) -> Tensor:
+    """The inner products that gradient metrics are made of; they add up over tensors."""
+    e = got - reference
+    other = e if again is None else again
+    pairs = ((e, e), (e, reference), (reference, reference), (got, reference), (got, got), (e, other), (other, other))
+    return torch.stack([(a * b).sum() for a, b in pairs])
+
+
+def _from_sums(s: Tensor) -> Rows:
+    ee, er, rr, gr, gg, shared, oo = s
+    found = {
+        "error": (ee / rr).sqrt(),
+        "bias": er / rr,
+        "cosine": gr / (gg * rr).sqrt(),
+        "systematic": (shared.clamp(min=0) / rr).sqrt(),
+        "pattern_redraw": shared / (ee * oo).sqrt(),
+    }
+    return {("", "dw", metric): value for metric, value in found.items()}
