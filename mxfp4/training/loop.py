@@ -105,6 +105,8 @@ def train(
                 on_step(run.step)
             if run.status is not None:
                 break
+            if {run.step, run.step + 1} <= set(config.probe_steps):
+                continue  # the probe compares these two steps; a checkpoint between them would lose the first
             paused = stop is not None and stop()
             if checkpoint_dir is not None and (paused or time.monotonic() - saved >= checkpoint_seconds):
                 run.save(Path(checkpoint_dir))

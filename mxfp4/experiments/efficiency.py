@@ -1,0 +1,106 @@
+"""Token efficiency: tokens to reach a loss, and the overhead of one arm over another, paired over seeds.
+
+P1's overhead is read off one run's evaluation grid, where a step of the grid is about 7 % of a run. Here the crossing
+is interpolated on the evaluation curve, differences are taken within a seed (same initial weights, same batches), and
+the interval is a bootstrap over seeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+DRAWS = 10_000
+
+
+def crossing(curve: pd.DataFrame, target: float) -> float | None:
+    """Tokens at which `eval_loss` (nats a token) first reaches `target`; None if it never does.
+
+    Linear in tokens between the first evaluation at or below the target and the one before it.
+    """
+    points = curve.loc[curve["eval_loss"].notna(), ["tokens", "eval_loss"]].sort_values("tokens").to_numpy(float)
+    below = np.flatnonzero(points[:, 1] <= target)
+    if not len(below):
+        return None
+    at = below[0]
+    if at == 0:
+        return float(points[0, 0])
+    (tokens0, loss0), (tokens1, loss1) = points[at - 1], points[at]
+    return float(tokens0 + (loss0 - target) / (loss0 - loss1) * (tokens1 - tokens0))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds. `low` and `high` bound it; NaN with fewer than two seeds, whose spread is unknown."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: tuple[int, ...]
+
+
+def paired_mean(differences: Mapping[int, float], *, level: float = 0.95, draws: int = DRAWS, seed: int = 0) -> Estimate:
+    """Mean of one value a seed, with the percentile interval of a bootstrap over seeds (NaN for no seeds)."""
+    seeds = tuple(sorted(differences))
+    values = np.array([differences[s] for s in seeds], dtype=float)
+    if len(values) < 2:
+        return Estimate(float(values.mean()) if len(values) else math.nan, math.nan, math.nan, seeds)
+    rng = np.random.default_rng(seed)
+    means = values[rng.integers(len(values), size=(draws, len(values)))].mean(axis=1)
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return Estimate(float(values.mean()), float(low), float(high), seeds)
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Extra tokens of an arm over a reference at one target loss, as a share (0.08 is 8 %)."""
+
+    target: float
+    estimate: Estimate
+    """Over the seeds in which both reach the target."""
+    not_reached: tuple[int, ...]
+    """Seeds in which the reference reaches the target and the arm does not: it did not converge in its budget."""
+    reference_not_reached: tuple[int, ...]
+    """Seeds that say nothing, as the reference does not reach the target."""
+
+
+def overhead(
+    arm: Mapping[int, pd.DataFrame],
+    reference: Mapping[int, pd.DataFrame],
+    target: float,
+    *,
+    level: float = 0.95,
+    draws: int = DRAWS,
+) -> Overhead:
+    """Token overhead of `arm` over `reference` ({seed: curve} each) at `target`; seeds that only one has are ignored."""
+    ratios, missed, unknown = {}, [], []
+    for seed in sorted(arm.keys() & reference.keys()):
+        ours, theirs = crossing(arm[seed], target), crossing(reference[seed], target)
+        if not theirs:
+            unknown.append(seed)
+        elif ours is None:
+            missed.append(seed)
+        else:
+            ratios[seed] = ours / theirs - 1
+    return Overhead(target, paired_mean(ratios, level=level, draws=draws), tuple(missed), tuple(unknown))
+
+
+def final_loss_difference(
+    arm: Mapping[int, pd.DataFrame], reference: Mapping[int, pd.DataFrame], *, level: float = 0.95, draws: int = DRAWS
+) -> Estimate:
+    """Last evaluation of `arm` minus that of `reference`, nats a token, paired by seed."""
+    shared = arm.keys() & reference.keys()
+    return paired_mean({s: _last(arm[s]) - _last(reference[s]) for s in shared}, level=level, draws=draws)
+
+
+def speedup(step_throughput: float | Sequence[float], token_overhead: float | Sequence[float]):
+    """End-to-end speed-up: relative step throughput over (1 + token overhead). P1's Table 2: 1.21 / 1.08 = 1.12."""
+    return np.asarray(step_throughput) / (1 + np.asarray(token_overhead))
+
+
+def _last(curve: pd.DataFrame) -> float:
+    return float(curve["eval_loss"].dropna().iloc[-1])

@@ -1,0 +1,83 @@
+"""What ran: device, versions and git state, as plain JSON data for run records. No host or user names."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import mxfp4
+from mxfp4.numerics.path import matmul_path
+
+PACKAGES = ("torch", "triton", "numpy")
+
+
+def default_device() -> torch.device:
+    """The GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def machine(device: torch.device | str) -> dict:
+    """The device and the software under it."""
+    device = torch.device(device)
+    about = {
+        "device_type": device.type,
+        "device": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "path": matmul_path(device),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
+        **{name: version(name) for name in PACKAGES},
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        about["device"] = properties.name
+        about["device_memory_bytes"] = properties.total_memory
+        about["architecture"] = getattr(properties, "gcnArchName", None) or f"sm_{properties.major}{properties.minor}"
+    return about
+
+
+def version(package: str) -> str | None:
+    """Installed version, or None. torch's own carries its build (+cpu, +rocm)."""
+    if package == "torch":
+        return torch.__version__
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@lru_cache
+def git_state() -> dict | None:
+    """{"commit", "dirty"} of the checkout this package runs from (dirty: package files changed); None outside one."""
+    package = Path(mxfp4.__file__).resolve().parent
+    top = _git(package, "rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != package.parent:  # e.g. installed into an environment inside another repo
+        return None
+    status = _git(package, "status", "--porcelain", "--", str(package))
+    return {"commit": _git(package, "rev-parse", "HEAD"), "dirty": bool(status)}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+@lru_cache
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return f"{name or 'CPU'}, {os.cpu_count()} cores"

@@ -1,0 +1,154 @@
+"""The scales a study runs at: model, data and budget, from a laptop to the papers' own.
+
+| scale  | for                        | model                        | budget                                     |
+|--------|----------------------------|------------------------------|--------------------------------------------|
+| cpu    | a laptop, two cores        | a toy                        | the whole plan in minutes                  |
+| gpu    | one GPU                    | tens of millions of weights  | minutes an arm                             |
+| mi355x | 8 MI355X, as in P1         | Llama 3.1-8B                 | MLPerf's rules: to 3.3 nats a token        |
+
+The toys' learning rates were chosen by a pilot on BF16 alone, so that no arm is favoured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from mxfp4.errors import UserError
+from mxfp4.training.config import ModelConfig, TrainConfig
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Everything about an arm but its recipe and seed, and how the arms of this scale are run."""
+
+    name: str
+    """cpu, gpu or mi355x."""
+    model: ModelConfig
+    """Sizes."""
+    corpus: str
+    """Name of the corpus."""
+    seq_len: int
+    """Tokens in a sequence."""
+    batch_size: int
+    """Sequences in a step."""
+    steps: int
+    """Budget."""
+    lr: float
+    """Peak learning rate."""
+    lr_min: float
+    """Learning rate at the end."""
+    warmup: int
+    """Steps of warm-up."""
+    eval_every: int
+    """Steps between evaluations."""
+    eval_sequences: int
+    """Sequences of the fixed evaluation set."""
+    seeds: dict[str, tuple[int, ...]]
+    """Seeds of each plan; "" for those not named."""
+    probe_steps: tuple[int, ...] = ()
+    """Pairs of neighbouring steps at which seed 0 of each arm is probed."""
+    target_loss: float | None = None
+    """Nats a token."""
+    stop_at_target: bool = False
+    """Whether a run ends at the target."""
+    micro_batches: int = 1
+    """Parts of a batch."""
+    decay_steps: int = 0
+    """Length of the schedule; 0: the budget."""
+    jobs: int = 1
+    """Arms trained at a time."""
+    compile: bool = False
+    """Whether blocks go through torch.compile."""
+
+    def config(self, recipe: str, seed: int, **overrides) -> TrainConfig:
+        """The arm `recipe` with `seed`; overrides are fields of TrainConfig."""
+        names = {f.name for f in fields(TrainConfig)} & {f.name for f in fields(self)}
+        values = {name: getattr(self, name) for name in names}
+        values.update(recipe=recipe, seed=seed, scale=self.name)
+        if seed != 0:
+            values["probe_steps"] = ()
+        return TrainConfig.from_dict(_plain({**values, **overrides}))
+
+    def seeds_of(self, plan: str) -> tuple[int, ...]:
+        return self.seeds.get(plan, self.seeds[""])
+
+
+def _plain(values: dict) -> dict:
+    return {k: v.to_dict() if isinstance(v, ModelConfig) else v for k, v in values.items()}
+
+
+CPU = Scale(
+    name="cpu",
+    model=ModelConfig(vocab_size=2048, dim=96, n_layers=2, n_heads=3, n_kv_heads=1, ffn_dim=256, max_seq_len=128),
+    corpus="prose",
+    seq_len=64,
+    batch_size=8,
+    steps=120,
+    lr=8e-3,
+    lr_min=8e-4,
+    warmup=10,
+    eval_every=12,
+    eval_sequences=64,
+    seeds={"table1": (0, 1), "": (0,)},
+    probe_steps=(20, 21, 100, 101),
+    jobs=2,
+)
+
+GPU = Scale(
+    name="gpu",
+    model=ModelConfig(
+        vocab_size=16384, dim=512, n_layers=10, n_heads=8, n_kv_heads=4, ffn_dim=1408, max_seq_len=1024
+    ),
+    corpus="prose",
+    seq_len=1024,
+    batch_size=64,
+    steps=1000,
+    lr=1e-3,
+    lr_min=1e-4,
+    warmup=50,
+    eval_every=25,
+    eval_sequences=256,
+    seeds={"": (0, 1, 2)},
+    probe_steps=(100, 101, 500, 501, 950, 951),
+    compile=True,
+)
+
+# Llama 3.1-8B by the MLPerf v5.1 rules (papers.md: sequence 8192, global batch 32, evaluation every 12,288 sequences
+# on 1,024, cosine over 1.2 M steps from 8e-4, target 3.3). The budget is twice the reference's 179,405 sequences.
+MI355X = Scale(
+    name="mi355x",
+    model=ModelConfig(
+        vocab_size=128256,
+        dim=4096,
+        n_layers=32,
+        n_heads=32,
+        n_kv_heads=8,
+        ffn_dim=14336,
+        max_seq_len=8192,
+        rope_theta=500000.0,
+    ),
+    corpus="c4",
+    seq_len=8192,
+    batch_size=32,
+    steps=11213,
+    lr=8e-4,
+    lr_min=8e-5,
+    warmup=128,
+    eval_every=384,
+    eval_sequences=1024,
+    seeds={"": (0,)},
+    target_loss=3.3,
+    stop_at_target=True,
+    micro_batches=16,
+    decay_steps=1_200_000,
+    compile=True,
+)
+
+SCALES = {scale.name: scale for scale in (CPU, GPU, MI355X)}
+
+
+def get_scale(name: str) -> Scale:
+    """The scale called `name`; UserError lists the known ones."""
+    if name not in SCALES:
+        raise UserError(f"unknown scale {name!r}; known: {', '.join(SCALES)}")
+    return SCALES[name]

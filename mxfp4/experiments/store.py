@@ -1,0 +1,275 @@
+"""The run store: one record for each arm and seed, keyed by what determines the result.
+
+    runs/records/<scale>/<run id>/   record.json, curve.parquet, probes.parquet
+    runs/checkpoints/<scale>/<run id>/   of a run that goes on, with its lock
+
+The key is the SHA-256 of configuration, device type, GEMM path and SEMANTICS_VERSION, so a record is found again by
+what it says and by nothing else, and merging two stores is copying directories. A record is written into a hidden
+folder, record.json (with the hashes of both tables) last, synced, and renamed: one that is half written or damaged is
+named in a warning and never read as whole. The tables are plain parquet for pandas and `datasets`; in the files each
+row also carries the arm (its recipe's name) and the seed, so that many can be read as one.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import uuid
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+import mxfp4
+from mxfp4.errors import UserError
+from mxfp4.experiments.lock import Lock
+from mxfp4.experiments.machine import default_device, git_state, machine
+from mxfp4.experiments.probes import COLUMNS as PROBE_COLUMNS
+from mxfp4.numerics.path import matmul_path
+from mxfp4.training import checkpoint
+from mxfp4.training.config import TrainConfig
+from mxfp4.training.loop import TrainResult
+from mxfp4.training.paths import runs_dir
+from mxfp4.training.recipe import recipe
+
+FORMAT = 1
+TABLES = ("curve", "probes")
+_SCALE = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
+
+
+@dataclass(frozen=True)
+class Record:
+    """A finished run on disk."""
+
+    folder: Path
+    data: dict
+    """record.json."""
+
+    @property
+    def run_id(self) -> str:
+        return self.folder.name
+
+    @cached_property
+    def config(self) -> TrainConfig:
+        return TrainConfig.from_dict(self.data["config"])
+
+    @property
+    def key(self) -> str:
+        return self.data["key"]
+
+    @property
+    def outcome(self) -> dict:
+        """status ("finished" or "diverged"), step, tokens, reason, final_loss, final_bpb, target."""
+        return self.data["outcome"]
+
+    @property
+    def machine(self) -> dict:
+        return self.data["machine"]
+
+    @property
+    def timings(self) -> dict:
+        """Seconds and tokens/s; `tokens_per_second` may be None for a run too short to time."""
+        return self.data["timings"]
+
+    @cached_property
+    def curve(self) -> pd.DataFrame:
+        """step, tokens, train_loss, grad_norm, lr, eval_loss (nats a token, NaN where not evaluated), eval_bpb, ..."""
+        return self._table("curve")
+
+    @cached_property
+    def probes(self) -> pd.DataFrame:
+        """Tidy: step, recipe, layer, gemm, tensor, metric, value; no rows for an arm that was not probed."""
+        return self._table("probes")
+
+    def _table(self, name: str) -> pd.DataFrame:
+        return pd.read_parquet(self.folder / f"{name}.parquet").drop(columns=["arm", "seed"])
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A run that has a checkpoint or a holder, and no record yet."""
+
+    scale: str
+    run_id: str
+    step: int
+    holder: str | None
+    """"pid 123 on name" while a process trains it."""
+
+
+class Store:
+    """The store under `root` (default: runs/)."""
+
+    def __init__(self, root: Path | str | None = None):
+        self.root = Path(root) if root is not None else runs_dir()
+
+    def key(self, config: TrainConfig, device: torch.device | str | None = None) -> str:
+        """64 hex digits. device: None is the GPU if there is one; its type and GEMM path count."""
+        device = torch.device(device) if device is not None else default_device()
+        return _key(config, device.type, matmul_path(device), mxfp4.SEMANTICS_VERSION)
+
+    def run_id(self, config: TrainConfig, device: torch.device | str | None = None) -> str:
+        """<recipe>-s<seed>-<12 digits of the key>: a safe file name whatever the recipe is called."""
+        slug = re.sub(r"[^a-z0-9]+", "-", config.recipe.lower()).strip("-")[:64] or "run"
+        return f"{slug}-s{config.seed}-{self.key(config, device)[:12]}"
+
+    def folder(self, config: TrainConfig, device: torch.device | str | None = None) -> Path:
+        return self.root / "records" / safe_scale(config.scale) / self.run_id(config, device)
+
+    def checkpoint_dir(self, config: TrainConfig, device: torch.device | str | None = None) -> Path:
+        return self.root / "checkpoints" / safe_scale(config.scale) / self.run_id(config, device)
+
+    def get(self, config: TrainConfig, device: torch.device | str | None = None) -> Record | None:
+        """The whole record of this arm, or None."""
+        record = _read(self.folder(config, device))
+        return record if record is not None and record.key == self.key(config, device) else None
+
+    def put(self, config: TrainConfig, result: TrainResult, device=None, *, corpus: str | None = None) -> Record:
+        """Store what `train` gave, all or nothing; an existing whole record of the arm is kept and returned.
+
+        corpus: fingerprint of the tokens. Raises UserError for a paused run and when the disk is full.
+        """
+        if result.outcome["status"] not in ("finished", "diverged"):
+            raise UserError(f"a run with status {result.outcome['status']!r} has no record yet; allowed: finished, diverged")
+        device = torch.device(device) if device is not None else default_device()
+        final = self.folder(config, device)
+        work = final.parent / f".{uuid.uuid4().hex}.tmp"
+        try:
+            work.mkdir(parents=True)
+            hashes = {}
+            for name, rows in (("curve", result.curve), ("probes", result.probes)):
+                columns = list(rows[0]) if rows else list(PROBE_COLUMNS)
+                frame = pd.DataFrame(rows, columns=columns).assign(arm=config.recipe, seed=config.seed)
+                frame.to_parquet(work / f"{name}.parquet", index=False)
+                hashes[name] = _sha256(work / f"{name}.parquet")
+            data = {
+                "format": FORMAT,
+                "key": self.key(config, device),
+                "config": config.to_dict(),
+                "recipe": json.loads(recipe(config.recipe).to_json()),
+                "outcome": result.outcome,
+                "corpus": corpus,
+                "semantics_version": mxfp4.SEMANTICS_VERSION,
+                "package_version": mxfp4.__version__,
+                "git": git_state(),
+                "machine": machine(device),
+                "timings": result.timings,
+                "sha256": hashes,
+            }
+            checkpoint.write_atomic(work / "record.json", json.dumps(data, indent=1).encode() + b"\n")
+            for name in TABLES:
+                _sync_file(work / f"{name}.parquet")
+            self._place(work, final)
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            reason = "the disk is full" if full else error.strerror or str(error)
+            raise UserError(f"cannot write record {final}: {reason}; nothing was changed") from None
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        return _read(final)
+
+    def _place(self, work: Path, final: Path) -> None:
+        if final.exists() and _read(final) is None:  # damaged: make room
+            final.rename(final.parent / f".{uuid.uuid4().hex}.damaged")
+        try:
+            work.rename(final)
+        except OSError:
+            if _read(final) is None:  # else another process stored the same arm first
+                raise
+        checkpoint.sync_folder(final.parent)
+
+    def load(self, scale: str | None = None, *, device_type: str | None = None) -> list[Record]:
+        """Whole records of the current SEMANTICS_VERSION, sorted by run id; of equal keys the first.
+
+        scale, device_type: None takes all. Damaged records, and how many are of another version, are warned about.
+        """
+        found, other_version = {}, 0
+        for folder in self._folders(scale):
+            record = _read(folder)
+            if record is None or (device_type and record.machine["device_type"] != device_type):
+                continue
+            if record.data["semantics_version"] != mxfp4.SEMANTICS_VERSION:
+                other_version += 1
+                continue
+            found.setdefault(record.key, record)
+        if other_version:
+            warnings.warn(
+                f"{other_version} records in {self.root} are of another semantics version than "
+                f"{mxfp4.SEMANTICS_VERSION} and are left out",
+                stacklevel=2,
+            )
+        return list(found.values())
+
+    def lock(self, config: TrainConfig, device: torch.device | str | None = None) -> Lock:
+        """The lock under which an arm is trained."""
+        folder = self.checkpoint_dir(config, device)
+        return Lock(folder.parent / f"{folder.name}.lock")
+
+    def begun(self) -> list[Begun]:
+        """Runs in work or stopped, sorted."""
+        root = self.root / "checkpoints"
+        names = {(p.parent.name, p.name.removesuffix(".lock")) for p in root.glob("*/*")}
+        found = []
+        for scale, run_id in sorted(names):
+            step = checkpoint.latest_step(root / scale / run_id)
+            holder = Lock(root / scale / f"{run_id}.lock").holder()
+            if step is not None or holder is not None:
+                found.append(Begun(scale, run_id, step or 0, holder))
+        return found
+
+    def _folders(self, scale: str | None) -> Iterator[Path]:
+        root = self.root / "records"
+        for folder in sorted(root.glob(f"{safe_scale(scale) if scale else '*'}/*")):
+            if folder.is_dir() and not folder.name.startswith("."):
+                yield folder
+
+
+def safe_scale(name: str) -> str:
+    """`name`, if it can be a folder's name. UserError otherwise."""
+    if not _SCALE.fullmatch(name):
+        raise UserError(f"scale {name!r} is not a name: allowed are 1 to 32 of a-z, 0-9, _ and -")
+    return name
+
+
+def _key(config: TrainConfig, device_type: str, path: str, semantics_version: int) -> str:
+    what = {"config": config.key_dict(), "device": device_type, "path": path, "semantics": semantics_version}
+    return hashlib.sha256(json.dumps(what, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _read(folder: Path) -> Record | None:
+    """The record in `folder` if it is there and whole; a damaged one is named in a warning."""
+    if not folder.is_dir():
+        return None
+    try:
+        problem, data = "has no record.json", json.loads((folder / "record.json").read_bytes())
+        problem = "is not in a format this version reads"
+        record = Record(folder, data)
+        about, version = data["machine"], data["semantics_version"]
+        problem = "does not have the key of what it holds"
+        whole = data["format"] == FORMAT and _key(record.config, about["device_type"], about["path"], version) == record.key
+        for name in TABLES:
+            if whole:
+                problem = f"has a damaged {name}.parquet"
+                whole = _sha256(folder / f"{name}.parquet") == data["sha256"][name]
+        if whole:
+            return record
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    warnings.warn(f"record {folder} {problem}: left out", stacklevel=3)
+    return None
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _sync_file(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
