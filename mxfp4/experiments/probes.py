@@ -157,21 +157,22 @@ class _Look:
                 self._add(name, layer.fqn, transposition.transposition_rows(layer, used, self._seed(layer.fqn, 0)))
 
     def _gradient(self, name: str, own: dict, reference: dict, before: _Seen | None) -> None:
-        """The whole model's gradient under one recipe, against BF16's."""
-        is_own = name == own_recipe(self.model)
-        got = own if is_own else gradients(self.model, self.batch, self.step, name)
-        errors = {n: got[n] - reference[n] for n in got}
+        """The whole model's gradient under one recipe, against BF16's; experts that saw no token have none."""
+        got = own if name == own_recipe(self.model) else gradients(self.model, self.batch, self.step, name)
         shown = {f"{fqn}.weight": fqn for fqn in self.layers}
         again = None
         if before is None and any(self._recipe(name, fqn).is_random for fqn in self.layers):
             again = gradients(self.model, self.batch, self.step, name, draw=1)
+        common = [n for n in got if n in reference and (again is None or n in again)]
         if before is None:
-            sums = {n: _sums(got[n], reference[n], None if again is None else again[n] - reference[n]) for n in got}
+            sums = {n: _sums(got[n], reference[n], again and again[n] - reference[n]) for n in common}
             for n, fqn in shown.items():
-                self._add(name, fqn, _from_sums(sums[n]))
+                if n in sums:
+                    self._add(name, fqn, _from_sums(sums[n]))
             self._add(name, "all", _from_sums(torch.stack(list(sums.values())).sum(0)))
-        for n, fqn in shown.items():
-            self._pattern(name, fqn, "", "dw", errors[n], before)
+        for n in common:
+            if n in shown:
+                self._pattern(name, shown[n], "", "dw", got[n] - reference[n], before)
 
     def _held(self, before: _Seen, names: tuple[str, ...]) -> None:
         """Wgrad's error on the batch of the step before, with the weights and random numbers of this one."""
