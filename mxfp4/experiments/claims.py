@@ -1,0 +1,281 @@
+"""Claims: the ledger book/claims.yml, and verdicts computed from records.
+
+A verdict is one of VERDICTS. It needs records of every arm of the claim, the scale that the claim asks for, and an
+interval that lies on one side of the claim's rule; the effect is given wherever there is one, whatever the verdict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import yaml
+
+from mxfp4.errors import UserError
+from mxfp4.experiments import published
+from mxfp4.experiments.metrics import METRICS, Effect, NoEffect, arms_of, check_arguments
+from mxfp4.experiments.study import Study, count, studies
+from mxfp4.training.paths import project_dir
+
+VERDICTS = {
+    "holds": "the interval lies where the claim says",
+    "does not hold": "the interval lies wholly elsewhere",
+    "undecided": "tested at a sufficient scale, and the interval allows both answers",
+    "not tested at this scale": "the records are smaller, fewer or of other hardware than the claim needs",
+    "no records": "an arm of the claim has not been run",
+}
+PAPERS = ("P1", "P2", "both", "others")
+RULES = ("above", "below", "at_least", "at_most", "between", "within_factor")
+NEEDS = ("parameters", "tokens", "seeds", "path")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One entry of the ledger."""
+
+    id: str
+    """Short name, unique."""
+    paper: str
+    """P1, P2, both, others."""
+    claim: str
+    """The claim in our words."""
+    figure: str
+    """Name of the published figure."""
+    metric: str
+    """Name of the metric that tests it."""
+    arguments: dict
+    """Arguments of the metric."""
+    holds: dict
+    """One rule: {above: 0}."""
+    needs: dict
+    """Least parameters (non-embedding), tokens an arm, seeds; path."""
+    scale_note: str
+    """What scale could still change."""
+    chapter: str
+    """The chapter that shows it."""
+    logs: str = ""
+    """Name of the figure from public logs, if there is one."""
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        return arms_of(self.metric, self.arguments)
+
+    @property
+    def published(self) -> published.Figure:
+        return published.figure(self.figure)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the records say about one claim."""
+
+    claim: Claim
+    verdict: str
+    """A key of VERDICTS."""
+    reason: str
+    """Why, in one line."""
+    effect: Effect | None = None
+    study: Study | None = None
+
+    def to_dict(self) -> dict:
+        """Plain JSON data; numbers that are not finite are null."""
+        c, f = self.claim, self.claim.published
+        e, s = self.effect, self.study
+        return {
+            "id": c.id, "paper": c.paper, "claim": c.claim,
+            "published": {"text": f.text, "source": f.source, "mark": f.mark},
+            "verdict": self.verdict, "reason": self.reason,
+            "metric": c.metric, "arguments": c.arguments, "rule": rule_text(c),
+            "effect": None if e is None else {
+                "value": _finite(e.value), "low": _finite(e.low), "high": _finite(e.high), "unit": e.unit,
+                "over": e.over, "note": e.note, "seeds": list(e.seeds),
+            },
+            "study": None if s is None else {
+                "scale": s.scale, "parameters": s.parameters, "tokens": s.tokens, "corpus": s.config.corpus,
+                "path": s.path, "records": s.names(*c.arms),
+            },
+            "scale_note": c.scale_note, "chapter": c.chapter,
+        }  # fmt: skip
+
+
+def ledger_path() -> Path:
+    return project_dir() / "book" / "claims.yml"
+
+
+def load_ledger(path: Path | str | None = None) -> list[Claim]:
+    """The claims of a ledger file, checked. UserError names what is wrong and what is allowed."""
+    path = Path(path) if path is not None else ledger_path()
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read the ledger {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        raise UserError(f"the ledger {path} is not YAML{where}") from None
+    if not isinstance(data, dict) or not isinstance(data.get("claims"), list):
+        raise UserError(f"the ledger {path} has no list `claims`")
+    found: dict[str, Claim] = {}
+    for entry in data["claims"]:
+        claim = _claim(entry, data.get("needs") or {})
+        if claim.id in found:
+            raise UserError(f"claim {claim.id!r} is in the ledger twice; ids are unique")
+        found[claim.id] = claim
+    return list(found.values())
+
+
+def _claim(entry: dict, needs: dict) -> Claim:
+    name = entry.get("id", "without an id") if isinstance(entry, dict) else entry
+    if not isinstance(entry, dict):
+        raise UserError(f"claim {name!r} is not a set of fields")
+    known = [f.name for f in fields(Claim)]
+    for key in entry:
+        if key not in known:
+            raise UserError(f"claim {name!r}: unknown field {key!r}; known: {', '.join(known)}")
+    entry = {"arguments": {}, **entry}
+    for key in known[:-1]:
+        if key not in entry:
+            raise UserError(f"claim {name!r} lacks {key}; it needs: {', '.join(known[:-1])}")
+    preset = entry["needs"]
+    if isinstance(preset, str):
+        if preset not in needs:
+            raise UserError(f"claim {name!r}: needs {preset!r} is not known; known: {', '.join(needs)}")
+        preset = needs[preset]
+    for key in preset:
+        if key not in NEEDS:
+            raise UserError(f"claim {name!r}: unknown need {key!r}; known: {', '.join(NEEDS)}")
+    if entry["paper"] not in PAPERS:
+        raise UserError(f"claim {name!r}: paper {entry['paper']!r} is not known; known: {', '.join(PAPERS)}")
+    claim = Claim(**{**entry, "needs": preset})
+    try:
+        check_arguments(claim.metric, claim.arguments)
+        for figure in filter(None, (claim.figure, claim.logs)):
+            published.figure(figure)
+        _check_rule(claim)
+    except UserError as error:
+        raise UserError(f"claim {name!r}: {error}") from None
+    return claim
+
+
+def _check_rule(claim: Claim) -> None:
+    if not isinstance(claim.holds, dict) or len(claim.holds) != 1 or next(iter(claim.holds)) not in RULES:
+        raise UserError(f"holds={claim.holds!r} is not one rule; known: {', '.join(RULES)}")
+    (rule, bound), f = next(iter(claim.holds.items())), claim.published
+    if rule == "within_factor" and not (bound > 1 and 0 < f.low <= f.high < math.inf):
+        raise UserError(f"rule within_factor={bound} needs a factor above 1 and a positive published figure")
+
+
+def _region(claim: Claim) -> tuple[float, float, bool]:
+    """(low, high, whether the ends belong to it) of where the effect must lie."""
+    (rule, bound), f = next(iter(claim.holds.items())), claim.published
+    return {
+        "above": lambda: (bound, math.inf, False),
+        "below": lambda: (-math.inf, bound, False),
+        "at_least": lambda: (bound, math.inf, True),
+        "at_most": lambda: (-math.inf, bound, True),
+        "between": lambda: (*bound, True),
+        "within_factor": lambda: (f.low / bound, f.high * bound, True),
+    }[rule]()
+
+
+def rule_text(claim: Claim) -> str:
+    """The rule in words."""
+    (rule, bound), (low, high, _) = next(iter(claim.holds.items())), _region(claim)
+    if rule == "within_factor":
+        return f"between {low:.3g} and {high:.3g}, the published range and a factor of {bound}"
+    if rule == "between":
+        return f"between {low:g} and {high:g}"
+    return f"{rule.replace('_', ' ')} {bound:g}"
+
+
+def decide(claim: Claim, effect: Effect) -> str:
+    """ "holds", "does not hold" or "undecided", by where the interval lies."""
+    low, high, closed = _region(claim)
+    a, b = effect.low, effect.high
+    if math.isnan(a) or math.isnan(b):
+        return "undecided"
+    if closed:
+        inside, outside = low <= a and b <= high, b < low or a > high
+    else:  # an interval open to infinity still lies inside a region that is open to infinity
+        inside = (low < a or low == -math.inf) and (b < high or high == math.inf)
+        outside = b <= low or a >= high
+    return "holds" if inside else "does not hold" if outside else "undecided"
+
+
+def shortfall(claim: Claim, study: Study, effect: Effect | None) -> str:
+    """What the study lacks of what the claim needs; empty when nothing."""
+    lacks = []
+    for name, have in (("parameters", study.parameters), ("tokens", study.tokens)):
+        if have < claim.needs.get(name, 0):
+            lacks.append(f"{count(claim.needs[name])} {name} (here {count(have)})")
+    seeds = len(effect.seeds) if effect is not None else len(study.seeds)
+    if seeds < claim.needs.get("seeds", 1):
+        lacks.append(f"{claim.needs['seeds']} seeds (here {seeds})")
+    if study.path != claim.needs.get("path", study.path):
+        lacks.append(f"{claim.needs['path']} FP4 (here {study.path})")
+    return "needs " + ", ".join(lacks) if lacks else ""
+
+
+def judge(claim: Claim, candidates: Sequence[Study]) -> Verdict:
+    """The verdict on one claim, from the study that can say most about it.
+
+    Of the studies with records of every arm, one that meets the claim's needs is preferred, then the larger one
+    (`candidates` is in that order, as `studies` gives it).
+    """
+    whole = [s for s in candidates if set(claim.arms) <= s.arms.keys()]
+    if not whole:
+        have = max(candidates, key=lambda s: len(set(claim.arms) & s.arms.keys()), default=None)
+        missing = [a for a in claim.arms if have is None or a not in have.arms]
+        return Verdict(claim, "no records", f"not run: {', '.join(missing)}", None, have)
+    judged = [_judge(claim, study) for study in whole]
+    order = ("holds", "does not hold", "undecided", "not tested at this scale", "no records")
+    decisive = [v for v in judged if v.verdict in order[:3]]
+    with_effect = [v for v in judged if v.effect is not None]
+    return (decisive or with_effect or judged)[0]
+
+
+def _judge(claim: Claim, study: Study) -> Verdict:
+    try:
+        effect = METRICS[claim.metric](study, **claim.arguments)
+    except NoEffect as error:
+        lack = shortfall(claim, study, None)
+        return Verdict(claim, "not tested at this scale" if lack else "undecided", lack or str(error), None, study)
+    lack = shortfall(claim, study, effect)
+    if lack:
+        return Verdict(claim, "not tested at this scale", lack, effect, study)
+    if math.isnan(effect.low) or math.isnan(effect.high):
+        return Verdict(claim, "not tested at this scale", f"one of {effect.over}: no interval", effect, study)
+    verdict = decide(claim, effect)
+    return Verdict(claim, verdict, f"holds when {rule_text(claim)}", effect, study)
+
+
+def judge_all(claims: Iterable[Claim], records: Iterable) -> list[Verdict]:
+    """Verdicts on `claims` from `records` (of one scale or several)."""
+    candidates = studies(records)
+    return [judge(claim, candidates) for claim in claims]
+
+
+def effect_text(effect: Effect | None) -> str:
+    """ "+8.4 % [+7.9, at least]": value and interval in the effect's unit."""
+    if effect is None:
+        return "none"
+    factor, sign, unit, digits = {
+        "share": (100, "+", " %", 3), "nats": (1, "+", " nats", 3), "ratio": (1, "", "x", 4),
+        "cosine": (1, "+", "", 3), "number": (1, "+", "", 3),
+    }[effect.unit]  # fmt: skip
+
+    def one(x: float) -> str:
+        if math.isinf(x):
+            return "∞" if x > 0 else "-∞"
+        return f"{x * factor:{sign}.{digits}g}"
+
+    value = one(effect.value) + unit
+    if math.isnan(effect.low) or math.isnan(effect.high):
+        return value
+    return f"{value} [{one(effect.low)}, {one(effect.high)}]"
+
+
+def _finite(x: float) -> float | None:
+    return x if math.isfinite(x) else None

@@ -1,0 +1,55 @@
+"""`mxfp4 claims`: what the papers claim and what the records say, one verdict a claim."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Register the sub-command."""
+    parser = subparsers.add_parser("claims", help="the papers' claims, judged by the records", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print the verdicts as JSON")
+    parser.add_argument("--scale", help="judge by the records of one scale (default: for each claim the largest that decides)")
+    parser.add_argument("--ledger", metavar="FILE", help="another ledger than book/claims.yml")
+    parser.add_argument("--id", action="append", metavar="ID", help="only this claim; may be repeated")
+    parser.set_defaults(handler=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0 whatever the verdicts: a negative result is a result."""
+    from collections import Counter
+
+    from mxfp4.errors import UserError
+    from mxfp4.experiments.claims import VERDICTS, effect_text, judge_all, load_ledger
+    from mxfp4.experiments.scales import get_scale
+    from mxfp4.experiments.store import Store
+
+    claims = load_ledger(args.ledger)
+    if args.id:
+        known = [c.id for c in claims]
+        unknown = [i for i in args.id if i not in known]
+        if unknown:
+            raise UserError(f"claim {unknown[0]!r} is not in the ledger; known: {', '.join(known)}")
+        claims = [c for c in claims if c.id in args.id]
+    if args.scale:
+        get_scale(args.scale)
+    verdicts = judge_all(claims, Store().load(args.scale))
+    if args.json:
+        print(json.dumps([v.to_dict() for v in verdicts], indent=1))
+        return 0
+    for v in verdicts:
+        figure = v.claim.published
+        print(f"{v.verdict.upper():<25} {v.claim.id}")
+        print(textwrap.fill(v.claim.claim, 100, initial_indent="  ", subsequent_indent="  "))
+        print(f"  published: {figure.text} ({figure.cite})")
+        if v.effect is not None:
+            seeds = ", ".join(map(str, v.effect.seeds))
+            print(f"  ours: {effect_text(v.effect)} over {v.effect.over}; seeds {seeds}; scale {v.study.scale}")
+            if v.effect.note:
+                print(f"        {v.effect.note}")
+        print(f"  {v.reason}\n")
+    counts = Counter(v.verdict for v in verdicts)
+    print(f"{len(verdicts)} claims: " + ", ".join(f"{counts[name]} {name}" for name in VERDICTS if counts[name]))
+    return 0

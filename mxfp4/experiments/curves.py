@@ -1,0 +1,174 @@
+"""Frames for the charts and tables of the evidence chapters, from a study's records.
+
+Bands and intervals say what they are over: a band is the range over seeds, an interval a bootstrap over seeds. An arm
+without records gets no row, one that diverged ends where it diverged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import pandas as pd
+
+from mxfp4.errors import UserError
+from mxfp4.experiments import metrics, published
+from mxfp4.experiments.claims import effect_text
+from mxfp4.experiments.metrics import Effect, NoEffect
+from mxfp4.experiments.study import Study
+
+ROUNDINGS = {"": "nearest", "+sr-grad": "stochastic on gradients", "+sr": "stochastic everywhere"}
+RULES = ("floor", "even", "ceil", "rceil")
+
+
+def evaluations(study: Study, arms: Iterable[str]) -> pd.DataFrame:
+    """arm, seed, tokens, eval_loss of every evaluation after the first step. UserError when no arm has records."""
+    frames = []
+    for arm in arms:
+        for seed, curve in study.curves(arm).items():
+            points = curve.dropna(subset="eval_loss")[["tokens", "eval_loss"]]
+            frames.append(points[points["tokens"] > 0].assign(arm=arm, seed=seed))
+    if not frames:
+        raise UserError(f"none of the arms has records: {', '.join(arms)}")
+    return pd.concat(frames, ignore_index=True)
+
+
+def mean_curves(study: Study, arms: Sequence[str], *, after: float = 0.0) -> pd.DataFrame:
+    """arm, tokens, loss (mean over seeds), low, high (range over seeds), seeds; from the share `after` of the budget.
+
+    Points that some seed of the arm lacks, after it diverged, are left out: their mean would jump.
+    """
+    frame = evaluations(study, arms)
+    frame = frame[frame["tokens"] >= after * study.tokens]
+    return _spread(frame, "eval_loss").rename(columns={"mean": "loss"})
+
+
+def difference_curves(study: Study, arms: Sequence[str], reference: str, *, after: float = 0.0) -> pd.DataFrame:
+    """arm, tokens, difference (to the reference's loss at equal tokens and seed, mean), low, high (range), seeds."""
+    frame = evaluations(study, dict.fromkeys((*arms, reference)))
+    base = frame[frame["arm"] == reference][["seed", "tokens", "eval_loss"]].rename(columns={"eval_loss": "base"})
+    frame = frame.merge(base, on=["seed", "tokens"])
+    frame = frame[(frame["arm"] != reference) & (frame["tokens"] >= after * study.tokens)]
+    frame = frame.assign(difference=frame["eval_loss"] - frame["base"])
+    return _spread(frame, "difference").rename(columns={"mean": "difference"})
+
+
+def _spread(frame: pd.DataFrame, column: str) -> pd.DataFrame:
+    order = list(dict.fromkeys(frame["arm"]))
+    grouped = frame.groupby(["arm", "tokens"])[column].agg(["mean", "min", "max", "count"]).reset_index()
+    grouped = grouped[grouped["count"] == grouped.groupby("arm")["count"].transform("max")]
+    grouped = grouped.rename(columns={"min": "low", "max": "high", "count": "seeds"})
+    return grouped.sort_values("arm", key=lambda c: c.map(order.index), kind="stable").reset_index(drop=True)
+
+
+def outcome_text(study: Study, arm: str) -> str:
+    """ "3 seeds finished", or where it diverged."""
+    records = study.arms.get(arm, {})
+    gone = [f"seed {s} diverged at step {records[s].outcome['step']}" for s in study.diverged(arm)]
+    finished = len(records) - len(gone)
+    parts = ([f"{finished} seed{'s' if finished != 1 else ''} finished"] if finished else []) + gone
+    return "; ".join(parts) or "not run"
+
+
+def _try(metric: str, study: Study, **arguments) -> Effect | None:
+    """The effect; None where an arm has no records or they cannot answer."""
+    if not set(metrics.arms_of(metric, arguments)) <= study.arms.keys():
+        return None
+    try:
+        return metrics.METRICS[metric](study, **arguments)
+    except NoEffect:
+        return None
+
+
+def _overhead_text(study: Study, effect: Effect | None) -> str:
+    if effect is None:
+        return "–"
+    if math.isinf(effect.high):
+        return f"not within {100 * effect.value:+.0f} %" if effect.value == effect.low or math.isnan(effect.low) else (
+            f"at least {effect_text(effect)}"
+        )
+    return effect_text(effect)
+
+
+def at_column(at: float) -> str:
+    """Heading of an overhead's column: the share of the reference's budget at which the target loss is read."""
+    return f"vs FP8, at {at:.0%}"
+
+
+def table1_frame(study: Study, *, ats: Sequence[float] = (0.5, 0.7, 0.85)) -> pd.DataFrame:
+    """P1's Table 1 beside ours, a row an arm: P1's text, our overheads at several targets, loss difference, outcome."""
+    rows = []
+    for row in published.table1().itertuples():
+        ours = {at_column(at): _overhead_text(study, _try("overhead", study, arm=row.recipe, at=at)) for at in ats}
+        rows.append({"scope": row.scope, "stabiliser": row.stabiliser, "P1": row.text, **ours, **_ends(study, row.recipe)})
+    return pd.DataFrame(rows)
+
+
+def arms_frame(study: Study, arms: Sequence[str], *, ats: Sequence[float] = (0.5, 0.7, 0.85)) -> pd.DataFrame:
+    """The columns of our side of `table1_frame` for any arms that have records."""
+    rows = []
+    for arm in arms:
+        if arm in study.arms:
+            ours = {at_column(at): _overhead_text(study, _try("overhead", study, arm=arm, at=at)) for at in ats}
+            rows.append({"arm": arm, **ours, **_ends(study, arm)})
+    return pd.DataFrame(rows)
+
+
+def _ends(study: Study, arm: str) -> dict:
+    differences = {
+        f"final loss vs {name}": effect_text(e) if (e := _try("loss_difference", study, arm=arm, against=against)) else "–"
+        for name, against in (("FP8", "fp8"), ("BF16", "bf16"))
+    }
+    return {**differences, "outcome": outcome_text(study, arm)}
+
+
+def overhead_points(study: Study, *, at: float = metrics.AT) -> pd.DataFrame:
+    """For the chart of Table 1: label, whose ("P1", "ours"), value, low, high (percent), reached (False: a bound)."""
+    rows = []
+    for row in published.table1().itertuples():
+        label = f"{row.scope}, {row.stabiliser}" if row.stabiliser != "none" else row.scope
+        finite = math.isfinite(row.low)
+        low, high = (100 * row.low, 100 * row.high) if finite else (math.nan, math.nan)
+        rows.append({"label": label, "whose": "P1", "value": (low + high) / 2, "low": low, "high": high, "reached": finite})
+        effect = _try("overhead", study, arm=row.recipe, at=at)
+        if effect is not None:
+            reached = math.isfinite(effect.high) or math.isnan(effect.high)
+            low, high = (100 * x if math.isfinite(x) else 100 * effect.value for x in (effect.low, effect.high))
+            rows.append({"label": label, "whose": "ours", "value": 100 * effect.value, "low": low, "high": high,
+                         "reached": reached})  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def rule_arm(rule: str, suffix: str) -> str:
+    """The recipe of full 1D MXFP4 with a scale rule and a rounding; `even` is the rule a recipe has unsaid."""
+    return f"mxfp4{'' if rule == 'even' else '+' + rule}{suffix}"
+
+
+def disagreement_frame(study: Study, *, rules: Sequence[str] = RULES, reference: str = "bf16") -> pd.DataFrame:
+    """rule, rounding, arm, difference (final loss to the reference, nats), low, high, seeds, outcome; arms with records."""
+    rows = []
+    for rule in rules:
+        for suffix, rounding in ROUNDINGS.items():
+            arm = rule_arm(rule, suffix)
+            effect = _try("loss_difference", study, arm=arm, against=reference)
+            if effect is not None:
+                known = math.isfinite(effect.low) and math.isfinite(effect.high)
+                rows.append({
+                    "rule": rule, "rounding": rounding, "arm": arm, "difference": effect.value,
+                    "low": effect.low if known else effect.value, "high": effect.high if known else effect.value,
+                    "seeds": len(effect.seeds), "outcome": outcome_text(study, arm), "text": effect_text(effect),
+                })  # fmt: skip
+    columns = ["rule", "rounding", "arm", "difference", "low", "high", "seeds", "outcome", "text"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def sr_cost_frame(study: Study, *, rules: Sequence[str] = RULES) -> pd.DataFrame:
+    """rule, where SR is applied, what it costs: final loss with SR less the loss without, paired; text with interval."""
+    rows = []
+    for rule in rules:
+        for suffix in ("+sr-grad", "+sr"):
+            arms = {"arm": rule_arm(rule, suffix), "against": rule_arm(rule, "")}
+            effect = _try("loss_difference", study, **arms)
+            if effect is not None:
+                rows.append({"rule": rule, "where": ROUNDINGS[suffix], "cost": effect_text(effect), **arms})
+    return pd.DataFrame(rows, columns=["rule", "where", "cost", "arm", "against"])

@@ -1,0 +1,342 @@
+"""Metrics that test claims: functions of a study's records that give one effect with its interval.
+
+Losses are compared within a seed, and the interval is a bootstrap over seeds (`efficiency.paired_mean`); probes exist
+for few seeds, so their interval is a bootstrap over the layers looked at. An overhead is read at a target loss that
+the reference reaches early enough for slower arms to reach it too: the mean loss of the reference at the share `at` of
+its budget (or the fixed target of a study that stops there). An arm that does not reach the target has an overhead of
+at least what its budget allowed: the effect is then a bound, and its interval is open upwards.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+
+from mxfp4.errors import UserError
+from mxfp4.experiments import efficiency, published
+from mxfp4.experiments.study import Study
+
+ARM_ARGUMENTS = ("arm", "against", "reference", "arms", "probed", "probed_against")
+"""Arguments of a metric that name arms which must have records."""
+AT = 0.7
+"""Default share of the reference's budget at which the target loss is read: leaves room for 43 % overhead."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a metric found."""
+
+    value: float
+    low: float
+    """Interval; NaN when it is not known, infinite when open."""
+    high: float
+    unit: str
+    """share, nats, ratio, cosine or number: how it is printed."""
+    seeds: tuple[int, ...]
+    over: str = "seeds"
+    """What the interval is over."""
+    note: str = ""
+    """What else a reader must know: seeds that diverged, a bound."""
+
+
+class NoEffect(UserError):
+    """The records are there and cannot answer: the reason in one line."""
+
+
+def target_loss(study: Study, reference: str, at: float) -> float:
+    """The loss, nats a token, at which overheads are read: see the module's docstring."""
+    if study.config.stop_at_target:
+        return study.config.target_loss
+    losses = []
+    for curve in study.curves(reference).values():
+        points = curve.dropna(subset="eval_loss").sort_values("tokens")
+        losses.append(np.interp(at * study.tokens, points["tokens"], points["eval_loss"]))
+    return float(np.mean(losses))
+
+
+@dataclass(frozen=True)
+class _Overhead:
+    """The overhead of one arm in one seed; `bound` when the arm did not reach the target in its budget."""
+
+    value: float
+    bound: bool
+
+
+def _overheads(study: Study, arm: str, reference: str, target: float) -> dict[int, _Overhead]:
+    """{seed: overhead} over the seeds in which the reference reaches the target."""
+    ours, theirs = study.curves(arm), study.curves(reference)
+    found = {}
+    for seed in sorted(ours.keys() & theirs.keys()):
+        base = efficiency.crossing(theirs[seed], target)
+        if not base:
+            continue
+        reached = efficiency.crossing(ours[seed], target)
+        tokens = study.tokens if reached is None else reached
+        found[seed] = _Overhead(tokens / base - 1, reached is None)
+    if not found:
+        raise NoEffect(f"{reference} does not reach the target of {target:.3f} nats a token in a seed that {arm} has")
+    return found
+
+
+def _final(study: Study, arm: str) -> dict[int, float]:
+    """{seed: last evaluation}, infinite where the arm diverged."""
+    gone = study.diverged(arm)
+    return {s: math.inf if s in gone else c["eval_loss"].dropna().iloc[-1] for s, c in study.curves(arm).items()}
+
+
+def _estimate(values: dict[int, float], unit: str, note: str = "") -> Effect:
+    """Mean and bootstrap over seeds; with a value that is infinite, the range. NaN values say nothing."""
+    values = {s: float(v) for s, v in values.items() if not math.isnan(v)}
+    if not values:
+        raise NoEffect("no seed in which all arms have an answer")
+    if all(map(math.isfinite, values.values())):
+        e = efficiency.paired_mean(values)
+        return Effect(e.mean, e.low, e.high, unit, e.seeds, note=note)
+    many = len(values) > 1
+    low, high = (min(values.values()), max(values.values())) if many else (math.nan, math.nan)
+    over = "seeds, their range"
+    return Effect(float(np.mean(list(values.values()))), low, high, unit, tuple(sorted(values)), over, note)
+
+
+def _gone(study: Study, *arms: str) -> str:
+    parts = [f"{arm} diverged in seed {', '.join(map(str, gone))}" for arm in arms if (gone := study.diverged(arm))]
+    return "; ".join(parts)
+
+
+def _bounded(effect: Effect, above: list[str], below: list[str]) -> Effect:
+    """Open the interval upwards for arms of `above` that missed the target, downwards for those of `below`."""
+    parts = [f"{arm} does not reach the target in its budget" for arm in (*above, *below)]
+    note = "; ".join(p for p in (effect.note, *parts) if p)
+    high = math.inf if above else effect.high
+    low = -math.inf if below else effect.low
+    return replace(effect, low=low, high=high, note=note)
+
+
+def overhead(study: Study, *, arm: str, reference: str = "fp8", at: float = AT) -> Effect:
+    """Extra tokens of `arm` to the target loss, as a share of the reference's."""
+    found = _overheads(study, arm, reference, target_loss(study, reference, at))
+    effect = _estimate({s: o.value for s, o in found.items()}, "share", _gone(study, arm))
+    return _bounded(effect, [arm] if any(o.bound for o in found.values()) else [], [])
+
+
+def overhead_difference(study: Study, *, arm: str, against: str, reference: str = "fp8", at: float = AT) -> Effect:
+    """Overhead of `arm` less that of `against`, paired by seed: 0.1 is ten percent points more tokens."""
+    target = target_loss(study, reference, at)
+    a, b = _overheads(study, arm, reference, target), _overheads(study, against, reference, target)
+    shared = {s for s in a.keys() & b.keys() if not (a[s].bound and b[s].bound)}
+    if not shared:
+        raise NoEffect(f"neither {arm} nor {against} reaches the target in its budget")
+    effect = _estimate({s: a[s].value - b[s].value for s in shared}, "share", _gone(study, arm, against))
+    above = [arm] if any(a[s].bound for s in shared) else []
+    below = [against] if any(b[s].bound for s in shared) else []
+    return _bounded(effect, above, below)
+
+
+def convergence(study: Study, *, arm: str, reference: str = "fp8", at: float = 0.5) -> Effect:
+    """Share of the seeds in which `arm` reaches, within its budget, the loss that the reference has at `at` of it."""
+    found = _overheads(study, arm, reference, target_loss(study, reference, at))
+    reached = [0.0 if o.bound else 1.0 for o in found.values()]
+    note = f"given {1 / at:.2g} times the tokens of {reference}"
+    note = "; ".join(p for p in (_gone(study, arm), note) if p)
+    return Effect(float(np.mean(reached)), min(reached), max(reached), "share", tuple(found), "seeds, their range", note)
+
+
+def loss_difference(study: Study, *, arm: str, against: str) -> Effect:
+    """Last evaluation of `arm` less that of `against`, nats a token, paired by seed."""
+    a, b = _final(study, arm), _final(study, against)
+    return _estimate({s: a[s] - b[s] for s in a.keys() & b.keys()}, "nats", _gone(study, arm, against))
+
+
+def perplexity_increase(study: Study, *, arm: str, against: str = "bf16") -> Effect:
+    """Perplexity of `arm` over that of `against`, less 1, at the last evaluation."""
+    effect = loss_difference(study, arm=arm, against=against)
+    return replace(effect, value=math.expm1(effect.value), low=math.expm1(effect.low), high=math.expm1(effect.high),
+                   unit="share")  # fmt: skip
+
+
+def interaction(study: Study, *, arms: list[str]) -> Effect:
+    """(first - second) - (third - fourth) of the last evaluations, nats: how much more the first change costs."""
+    if len(arms) != 4:
+        raise UserError(f"interaction takes four arms, got {len(arms)}")
+    final = [_final(study, arm) for arm in arms]
+    shared = set.intersection(*(set(f) for f in final))
+    values = {s: (final[0][s] - final[1][s]) - (final[2][s] - final[3][s]) for s in shared}
+    return _estimate(values, "nats", _gone(study, *arms))
+
+
+def remaining_gap(study: Study, *, arm: str, against: str, reference: str = "fp8") -> Effect:
+    """Share of the loss gap of `against` to the reference that `arm` still has at the end: 0 closes it, 1 leaves it."""
+    a, b, r = (_final(study, name) for name in (arm, against, reference))
+    shared = sorted(a.keys() & b.keys() & r.keys())
+    if not shared:
+        raise NoEffect("no seed in which all arms have an answer")
+    top = np.array([a[s] - r[s] for s in shared])
+    bottom = np.array([b[s] - r[s] for s in shared])
+    note = _gone(study, arm, against)
+    if not (np.isfinite(top).all() and np.isfinite(bottom).all()):
+        raise NoEffect(note or "an arm has no finite loss at the end")
+    value = float(top.mean() / bottom.mean()) if bottom.mean() else math.nan
+    low = high = math.nan
+    if len(shared) > 1:  # a ratio of means: resample seeds, not the ratios, whose denominators may be near 0
+        draw = np.random.default_rng(0).integers(len(shared), size=(efficiency.DRAWS, len(shared)))
+        under = bottom[draw].mean(1)
+        if (under > 0).all():
+            low, high = map(float, np.quantile(top[draw].mean(1) / under, [0.025, 0.975]))
+        else:
+            low, high = -math.inf, math.inf
+            note = "; ".join(p for p in (note, f"{against} is not behind {reference} in every seed") if p)
+    return Effect(value, low, high, "share", tuple(shared), note=note)
+
+
+def roughness(study: Study, *, arm: str, reference: str = "fp8") -> Effect:
+    """Root mean square second difference of the later half of the evaluation curve, over the reference's."""
+
+    def rough(curve: pd.DataFrame) -> float:
+        losses = curve.dropna(subset="eval_loss").sort_values("tokens")["eval_loss"].to_numpy()
+        second = np.diff(losses[len(losses) // 2 :], 2)
+        return float(np.sqrt(np.mean(second**2))) if len(second) else math.nan
+
+    a, b = study.curves(arm), study.curves(reference)
+    return _estimate({s: rough(a[s]) / rough(b[s]) for s in a.keys() & b.keys()}, "ratio", _gone(study, arm))
+
+
+def published_order(study: Study, *, reference: str = "fp8", at: float = AT) -> Effect:
+    """Share of the pairs of Table 1 whose order of overhead is the published one; pairs that it ranks equal are out."""
+    table = published.table1()
+    target = target_loss(study, reference, at)
+    found = {arm: _overheads(study, arm, reference, target) for arm in table["recipe"]}
+    middle = dict(zip(table["recipe"], (table["low"] + table["high"]) / 2, strict=True))
+    pairs = [(a, b) for a in middle for b in middle if middle[a] < middle[b]]
+    values = {}
+    for seed in set.intersection(*(set(f) for f in found.values())):
+        ours = {arm: math.inf if f[seed].bound else f[seed].value for arm, f in found.items()}
+        values[seed] = float(np.mean([ours[a] < ours[b] for a, b in pairs]))
+    return _estimate(values, "share")
+
+
+def end_to_end(study: Study, *, arm: str, reference: str = "fp8", at: float = AT) -> Effect:
+    """P1's step speed-up over (1 + our overhead): above 1 the faster steps pay. Our own steps emulate FP4."""
+    o = overhead(study, arm=arm, reference=reference, at=at)
+    speed = published.figure("step-speed")
+    value, high, low = (float(efficiency.speedup(speed.low, x)) for x in (o.value, o.low, o.high))
+    note = "; ".join(p for p in (o.note, f"step speed {speed.text} from {speed.source}") if p)
+    return replace(o, value=value, low=low, high=high, unit="ratio", note=note)
+
+
+def throughput_ratio(study: Study, *, arm: str, against: str) -> Effect:
+    """Training tokens a second of `arm` over those of `against`, as timed."""
+    a, b = ({s: r.timings.get("tokens_per_second") for s, r in study.arms[n].items()} for n in (arm, against))
+    return _estimate({s: a[s] / b[s] if a[s] and b[s] else math.nan for s in a.keys() & b.keys()}, "ratio")
+
+
+def probe(
+    study: Study, *, metric: str, probed: str, gemm: str = "", tensor: str = "", recipe: str | None = None
+) -> Effect:
+    """Mean of a probe metric over the layers and steps looked at in the runs of `probed`.
+
+    recipe: what was applied to the tensors; the arm's own if not said (see `mxfp4.experiments.probes`).
+    """
+    rows = _by_layer(study, metric, probed, gemm, tensor, recipe)
+    return _over_layers(rows.mean(axis=1), study, metric, probed)
+
+
+def probe_difference(
+    study: Study,
+    *,
+    metric: str,
+    probed: str,
+    gemm: str = "",
+    tensor: str = "",
+    recipe: str | None = None,
+    against_recipe: str | None = None,
+    probed_against: str | None = None,
+    against_metric: str | None = None,
+) -> Effect:
+    """A probe metric less another one of the same layers: another recipe, another arm or another metric."""
+    a = _by_layer(study, metric, probed, gemm, tensor, recipe).mean(axis=1)
+    other = against_metric or metric
+    b = _by_layer(study, other, probed_against or probed, gemm, tensor, against_recipe or recipe).mean(axis=1)
+    return _over_layers((a - b).dropna(), study, metric, probed)
+
+
+def _by_layer(study: Study, metric: str, arm: str, gemm: str, tensor: str, recipe: str | None) -> pd.DataFrame:
+    """(seed, layer) x step of one probe metric, layers only."""
+    rows = study.probes
+    recipe = recipe or arm
+    chosen = rows[
+        (rows["arm"] == arm) & (rows["recipe"] == recipe) & (rows["metric"] == metric)
+        & (rows["gemm"] == gemm) & (rows["tensor"] == tensor) & (rows["layer"] != "all")
+    ].dropna(subset="value")  # fmt: skip
+    if chosen.empty:
+        raise NoEffect(f"no probe of {metric} ({gemm or 'any'} {tensor}, {recipe}) in the records of {arm}")
+    return chosen.pivot_table(index=["seed", "layer"], columns="step", values="value")
+
+
+def _over_layers(values: pd.Series, study: Study, metric: str, arm: str) -> Effect:
+    if values.empty:
+        raise NoEffect(f"no layer in which both sides of {metric} were probed")
+    unit = "cosine" if metric.startswith(("pattern", "cosine")) else "share"
+    if metric.startswith(("kurtosis", "peak", "log2")):
+        unit = "number"
+    e = efficiency.paired_mean(dict(enumerate(values.to_numpy())))
+    seeds = tuple(sorted({int(seed) for seed, _ in values.index}))
+    return Effect(e.mean, e.low, e.high, unit, seeds, f"{len(values)} layers")
+
+
+def predicts_loss(
+    study: Study, *, metric: str, arms: list[str], gemm: str = "", tensor: str = "", reference: str = "bf16"
+) -> Effect:
+    """Spearman's rank correlation, over `arms`, of a probe metric with the final loss over the reference."""
+    points = []
+    base = _final(study, reference)
+    for arm in arms:
+        x = _by_layer(study, metric, arm, gemm, tensor, None).to_numpy()
+        shared = _final(study, arm)
+        y = [shared[s] - base[s] for s in shared.keys() & base.keys()]
+        points.append((float(np.nanmean(x)), float(np.mean(y))))
+    points = np.array(points)
+    if len(points) < 4:
+        raise UserError(f"predicts_loss needs four arms or more, got {len(points)}")
+    ranks = pd.DataFrame(points).rank()
+    draws = np.random.default_rng(0).integers(len(points), size=(2000, len(points)))
+    resampled = [ranks.iloc[d] for d in draws]
+    values = [float(r[0].corr(r[1])) for r in resampled if r[0].nunique() > 1 and r[1].nunique() > 1]
+    low, high = np.quantile(values, [0.025, 0.975])
+    return Effect(float(ranks[0].corr(ranks[1])), float(low), float(high), "cosine", study.seeds, f"{len(points)} arms")
+
+
+METRICS: dict[str, Callable[..., Effect]] = {
+    f.__name__: f
+    for f in (
+        overhead, overhead_difference, convergence, loss_difference, perplexity_increase, interaction, remaining_gap,
+        roughness, published_order, end_to_end, throughput_ratio, probe, probe_difference, predicts_loss,
+    )
+}  # fmt: skip
+
+
+def check_arguments(metric: str, arguments: dict) -> None:
+    """UserError for an unknown metric, an unknown argument or a missing one, naming the known ones."""
+    if metric not in METRICS:
+        raise UserError(f"unknown metric {metric!r}; known: {', '.join(METRICS)}")
+    known = dict(list(inspect.signature(METRICS[metric]).parameters.items())[1:])
+    for name in arguments:
+        if name not in known:
+            raise UserError(f"metric {metric} has no argument {name!r}; known: {', '.join(known)}")
+    missing = [n for n, p in known.items() if p.default is p.empty and n not in arguments]
+    if missing:
+        raise UserError(f"metric {metric} lacks {', '.join(missing)}")
+
+
+def arms_of(metric: str, arguments: dict) -> tuple[str, ...]:
+    """The arms whose records a metric needs."""
+    parameters = inspect.signature(METRICS[metric]).parameters
+    given = {n: arguments.get(n, p.default) for n, p in parameters.items() if n in ARM_ARGUMENTS}
+    names: list[str] = list(published.table1()["recipe"]) if metric == "published_order" else []
+    for value in given.values():
+        names += [value] if isinstance(value, str) else value if isinstance(value, Iterable) else []
+    return tuple(dict.fromkeys(names))

@@ -1,0 +1,131 @@
+"""Studies: records that differ in recipe and seed alone, so that their differences are paired.
+
+Records of one scale may still differ in model, corpus, budget or machine (a size axis, a second corpus, other
+overrides of a plan); arms are compared within a study and never across two.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import pandas as pd
+
+from mxfp4.experiments.store import Record, Store
+from mxfp4.training.config import TrainConfig
+
+ARM_FIELDS = ("recipe", "seed", "probe_steps", "target_loss")
+"""Fields of TrainConfig in which the records of a study may differ: none of them changes the data or the model."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """Records of one setting, at most one for each recipe and seed."""
+
+    records: tuple[Record, ...]
+
+    @property
+    def config(self) -> TrainConfig:
+        """The configuration of one record: read from it what all of them share."""
+        return self.records[0].config
+
+    @property
+    def scale(self) -> str:
+        return self.config.scale
+
+    @cached_property
+    def arms(self) -> dict[str, dict[int, Record]]:
+        """{recipe: {seed: record}}."""
+        found: dict[str, dict[int, Record]] = {}
+        for record in self.records:
+            found.setdefault(record.config.recipe, {})[record.config.seed] = record
+        return found
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(sorted({r.config.seed for r in self.records}))
+
+    @property
+    def parameters(self) -> int:
+        """Parameters without the embedding and the LM head."""
+        return self.config.model.n_params_non_embedding()
+
+    @property
+    def tokens(self) -> int:
+        """The token budget of an arm."""
+        return self.config.tokens
+
+    @property
+    def path(self) -> str:
+        """native, emulated: how FP4 products were computed."""
+        return self.records[0].machine["path"]
+
+    def curves(self, arm: str) -> dict[int, pd.DataFrame]:
+        """{seed: curve} of an arm; empty for an arm without records."""
+        return {seed: record.curve for seed, record in self.arms.get(arm, {}).items()}
+
+    def diverged(self, arm: str) -> tuple[int, ...]:
+        """Seeds in which the arm diverged."""
+        return tuple(s for s, r in sorted(self.arms.get(arm, {}).items()) if r.outcome["status"] == "diverged")
+
+    @cached_property
+    def probes(self) -> pd.DataFrame:
+        """Probe rows of all arms: arm (what was trained), seed, recipe (what was applied), step, layer, gemm, ..."""
+        frames = []
+        for record in self.records:
+            rows = record.probes
+            if len(rows):
+                own = {} if "recipe" in rows else {"recipe": record.config.recipe}
+                frames.append(rows.assign(arm=record.config.recipe, seed=record.config.seed, **own))
+        columns = ["arm", "seed", "recipe", "step", "layer", "gemm", "tensor", "metric", "value"]
+        return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=columns)
+
+    def describe(self) -> str:
+        """One line: scale, model, corpus, tokens, seeds, path."""
+        experts = f", {self.config.model.n_experts} experts" if self.config.model.n_experts else ""
+        return (
+            f"scale {self.scale}: {count(self.parameters)} non-embedding parameters{experts}, {count(self.tokens)} "
+            f"tokens of {self.config.corpus} an arm, {len(self.arms)} arms, seeds {', '.join(map(str, self.seeds))}, "
+            f"{self.records[0].machine['device_type']}, FP4 {self.path}"
+        )
+
+    def names(self, *arms: str) -> list[str]:
+        """Run ids of the records of `arms` (default all), sorted: what a page names as its evidence."""
+        return sorted(r.run_id for r in self.records if not arms or r.config.recipe in arms)
+
+
+def setting(config: TrainConfig) -> dict:
+    """What the configurations of a study share."""
+    return {k: v for k, v in config.to_dict().items() if k not in ARM_FIELDS}
+
+
+def same_setting(a: TrainConfig, b: TrainConfig) -> bool:
+    return setting(a) == setting(b)
+
+
+def studies(records: Iterable[Record]) -> list[Study]:
+    """The records sorted into studies, the largest budget of parameters times tokens first, then the most records."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        what = [setting(record.config), record.machine["device_type"], record.machine["path"]]
+        groups.setdefault(json.dumps(what, sort_keys=True), []).append(record)
+    # Of two records of an arm and seed the probed one counts: it comes last, and `arms` keeps the last.
+    found = [Study(tuple(sorted(g, key=lambda r: (len(r.config.probe_steps), r.run_id)))) for g in groups.values()]
+    return sorted(found, key=lambda s: (-s.parameters * s.tokens, -len(s.records), s.describe()))
+
+
+def main_study(store: Store, scale: str, *, arms: Iterable[str] = (), corpus: str | None = None) -> Study | None:
+    """The study of a scale that holds most of `arms` (then most records); None without any record that fits."""
+    wanted = set(arms)
+    fitting = [s for s in studies(store.load(scale)) if corpus in (None, s.config.corpus)]
+    return max(fitting, key=lambda s: (len(wanted & s.arms.keys()), len(s.records)), default=None)
+
+
+def count(n: float) -> str:
+    """A count for print: 29.5 M."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if n >= size:
+            return f"{n / size:.3g} {unit}"
+    return f"{n:.3g}"
