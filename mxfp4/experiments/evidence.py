@@ -7,10 +7,11 @@ into the store, and a chapter shows what is there and names the command that add
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mxfp4.errors import UserError
+from mxfp4.experiments.claims import Verdict
 from mxfp4.experiments.plan import Plan, plan
 from mxfp4.experiments.store import Store
 from mxfp4.experiments.study import Study, main_study, same_setting, studies
@@ -55,13 +56,35 @@ class Evidence:
                 f"Partial: {len(self.missing)} of {len(self.plan.arms)} arms are missing; "
                 f"<code>{html.escape(self.command)}</code> adds them."
             )
-        items = "".join(f"<li><code>{html.escape(n)}</code></li>" for n in names)
-        records = f"<details><summary>{len(names)} records behind this page</summary><ul>{items}</ul></details>"
-        return f'<div class="mx-evidence"><p>{" ".join(parts)}</p>{records if names else ""}</div>'
+        return f'<div class="mx-evidence"><p>{" ".join(parts)}</p>{_folded(names)}</div>'
 
     def __repr__(self) -> str:
         names = self.study.names(*self.arms) if self.study else []
         return f"{self.study.describe() if self.study else 'no records yet'}: {', '.join(names)}"
+
+
+class Sources:
+    """The studies and records that verdicts come from, displayed as a note for the foot of a page."""
+
+    def __init__(self, verdicts: Iterable[Verdict]):
+        self.names: dict[str, set[str]] = {}
+        for v in verdicts:
+            if v.study is not None:
+                self.names.setdefault(v.study.describe(), set()).update(v.study.names(*v.claim.arms))
+
+    def _repr_html_(self) -> str:
+        parts = [f"<p>{html.escape(said[:1].upper() + said[1:])}.</p>{_folded(sorted(n))}" for said, n in self.names.items()]
+        return f'<div class="mx-evidence"><p><strong>Evidence.</strong></p>{"".join(parts) or "<p>No records yet.</p>"}</div>'
+
+    def __repr__(self) -> str:
+        return "; ".join(f"{said}: {', '.join(sorted(n))}" for said, n in self.names.items()) or "no records yet"
+
+
+def _folded(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    items = "".join(f"<li><code>{html.escape(n)}</code></li>" for n in names)
+    return f"<details><summary>{len(names)} records behind this page</summary><ul>{items}</ul></details>"
 
 
 def gather(
@@ -69,10 +92,10 @@ def gather(
 ) -> Evidence:
     """The records of the plan `name` at `scale`, trained first where scale is cpu and they are missing.
 
-    overrides: `seeds`, or fields of TrainConfig; values of None and 0 are left to the scale.
+    overrides: `seeds`, or fields of TrainConfig; an empty or zero one is left to the scale.
     """
     store = store or Store()
-    given = {k: v for k, v in overrides.items() if v not in (None, 0, ())}
+    given = {k: v for k, v in overrides.items() if v}
     wanted = plan(name, scale, recipes=recipes, **given)
     if wanted.scale.name == "cpu" and any(store.get(c) is None for c in wanted.arms):
         summary = wanted.run(store)

@@ -89,6 +89,8 @@ FIGURES: dict[str, Figure] = {
     "step-speed": Figure("1.21x", "P1, Table 2", "P1", 1.21, 1.21),
     "token-overhead": Figure("8 %", "P1, Table 2", "P1", 0.08, 0.08),
     "end-to-end": Figure("1.12x end to end", "P1, Table 2", "P1", 1.12, 1.12),
+    "press/step-speed": Figure("1.20x", "press summaries of P1", "P1", 1.20, 1.20),
+    "press/overhead": Figure("9-10 %", "press summaries of P1", "P1", 0.09, 0.10),
     "h16-h32": Figure("1.08 : 1 kernel throughput", "P1, text", "P1", 1.08, 1.08),
     "fig2": Figure("FP8 and MXFP4 + H16 nearly coincide, plain MXFP4 is slower", "P1, Fig. 1 and 2", "P1"),
     "fig2/rough": Figure("plain MXFP4 is rougher", "P1, Fig. 1 and 2", "P1"),
