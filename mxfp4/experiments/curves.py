@@ -80,13 +80,11 @@ def _try(metric: str, study: Study, **arguments) -> Effect | None:
         return None
 
 
-def _overhead_text(study: Study, effect: Effect | None) -> str:
+def _overhead_text(effect: Effect | None) -> str:
     if effect is None:
         return "–"
     if math.isinf(effect.high):
-        return f"not within {100 * effect.value:+.0f} %" if effect.value == effect.low or math.isnan(effect.low) else (
-            f"at least {effect_text(effect)}"
-        )
+        return f"more than {100 * (effect.value if math.isnan(effect.low) else effect.low):+.0f} %"
     return effect_text(effect)
 
 
@@ -99,7 +97,7 @@ def table1_frame(study: Study, *, ats: Sequence[float] = (0.5, 0.7, 0.85)) -> pd
     """P1's Table 1 beside ours, a row an arm: P1's text, our overheads at several targets, loss difference, outcome."""
     rows = []
     for row in published.table1().itertuples():
-        ours = {at_column(at): _overhead_text(study, _try("overhead", study, arm=row.recipe, at=at)) for at in ats}
+        ours = {at_column(at): _overhead_text(_try("overhead", study, arm=row.recipe, at=at)) for at in ats}
         rows.append({"scope": row.scope, "stabiliser": row.stabiliser, "P1": row.text, **ours, **_ends(study, row.recipe)})
     return pd.DataFrame(rows)
 
@@ -109,7 +107,7 @@ def arms_frame(study: Study, arms: Sequence[str], *, ats: Sequence[float] = (0.5
     rows = []
     for arm in arms:
         if arm in study.arms:
-            ours = {at_column(at): _overhead_text(study, _try("overhead", study, arm=arm, at=at)) for at in ats}
+            ours = {at_column(at): _overhead_text(_try("overhead", study, arm=arm, at=at)) for at in ats}
             rows.append({"arm": arm, **ours, **_ends(study, arm)})
     return pd.DataFrame(rows)
 

@@ -138,9 +138,13 @@ def overhead_difference(study: Study, *, arm: str, against: str, reference: str 
 
 
 def convergence(study: Study, *, arm: str, reference: str = "fp8", at: float = 0.5) -> Effect:
-    """Share of the seeds in which `arm` reaches, within its budget, the loss that the reference has at `at` of it."""
+    """Share of the seeds in which `arm` reaches, within its budget, the loss that the reference has at `at` of it.
+
+    As in P1, a run that diverges has not converged, even if it had reached that loss before.
+    """
     found = _overheads(study, arm, reference, target_loss(study, reference, at))
-    reached = [0.0 if o.bound else 1.0 for o in found.values()]
+    gone = study.diverged(arm)
+    reached = [0.0 if o.bound or seed in gone else 1.0 for seed, o in found.items()]
     note = f"given {1 / at:.2g} times the tokens of {reference}"
     note = "; ".join(p for p in (_gone(study, arm), note) if p)
     return Effect(float(np.mean(reached)), min(reached), max(reached), "share", tuple(found), "seeds, their range", note)

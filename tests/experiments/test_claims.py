@@ -1,0 +1,249 @@
+"""Verdicts: from made-up records, every one of them; and the ledger, its checks and the book's own."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import yaml
+from fake_studies import SMALL, config, fill, probe_rows, put
+
+from mxfp4.errors import UserError
+from mxfp4.experiments import cli, published
+from mxfp4.experiments.board import Board
+from mxfp4.experiments.claims import VERDICTS, decide, effect_text, judge_all, ledger_path, load_ledger, rule_text
+from mxfp4.experiments.metrics import Effect
+from mxfp4.experiments.scales import SCALES
+from mxfp4.experiments.store import Store
+from mxfp4.training.paths import project_dir
+from mxfp4.training.recipe import recipe
+
+LEDGER = {c.id: c for c in load_ledger()}
+REAL = {"fp8": 1.0, "mxfp4-fprop-dgrad": 1.1}
+
+
+def verdict(claim_id, store, **changes):
+    (found,) = judge_all([replace(LEDGER[claim_id], **changes)], store.load())
+    return found
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "runs")
+
+
+def test_holds(store):
+    v = verdict("h1-wgrad", fill(store, {**REAL, "mxfp4": lambda s: 1.25 + 0.01 * s}))
+    assert v.verdict == "holds" and v.effect.low > 0.1 and v.effect.seeds == (0, 1, 2) and v.study.scale == "gpu"
+    assert v.reason == "holds when above 0"
+
+
+def test_does_not_hold(store):
+    v = verdict("h1-wgrad", fill(store, {**REAL, "mxfp4": 1.05}))
+    assert v.verdict == "does not hold" and v.effect.high < 0
+
+
+def test_an_interval_across_the_rule_is_undecided(store):
+    v = verdict("h1-wgrad", fill(store, {**REAL, "mxfp4": lambda s: (1.05, 1.1, 1.2)[s]}))
+    assert v.verdict == "undecided" and v.effect.low < 0 < v.effect.high
+
+
+def test_a_small_model_is_not_a_test_but_its_effect_is_shown(store):
+    v = verdict("h1-wgrad", fill(store, {**REAL, "mxfp4": 1.25}, model=SMALL, scale="cpu"))
+    assert v.verdict == "not tested at this scale" and v.effect.low > 0.1
+    assert "20 M parameters (here" in v.reason
+
+
+def test_few_tokens_and_other_hardware_are_no_test(store):
+    v = verdict("h1-wgrad", fill(store, {**REAL, "mxfp4": 1.25}, batch_size=1))
+    assert v.verdict == "not tested at this scale" and "30 M tokens (here 1.02 M)" in v.reason
+    fill(store, {"mxfp4+h16": 1.0, "mxfp4+h32": 1.0})
+    v = verdict("h16-h32", store)
+    assert v.verdict == "not tested at this scale" and v.reason == "needs native FP4 (here emulated)"
+    assert v.effect.value == 1
+
+
+def test_one_seed_only(store):
+    fill(store, {**REAL, "mxfp4": 1.25}, seeds=(0,))
+    v = verdict("h1-wgrad", store)
+    assert v.verdict == "not tested at this scale" and v.reason == "needs 3 seeds (here 1)" and v.effect.value > 0.1
+    v = verdict("h1-wgrad", store, needs={"seeds": 1})
+    assert v.verdict == "not tested at this scale" and "no interval" in v.reason
+
+
+def test_missing_arms_are_named(store):
+    v = verdict("h1-wgrad", fill(store, REAL))
+    assert v.verdict == "no records" and v.reason == "not run: mxfp4" and v.effect is None
+    assert verdict("h1-wgrad", Store(store.root / "empty")).verdict == "no records"
+
+
+def test_arms_without_a_shared_seed_have_no_effect(store):
+    fill(store, {"fp8": 1.0, "mxfp4-fprop-dgrad": 1.1}, seeds=(0, 1, 2))
+    fill(store, {"mxfp4": 1.2}, seeds=(3, 4, 5))
+    v = verdict("h1-wgrad", store)
+    assert v.effect is None and v.verdict in ("undecided", "not tested at this scale") and "does not reach" in v.reason
+
+
+def test_divergence_decides(store):
+    fill(store, {**REAL, "mxfp4+sr": math.inf, "mxfp4": math.inf, "mxfp4+h16": 1.08})
+    v = verdict("h2-sr", store)
+    assert v.verdict == "holds" and v.effect.value == 0 and "diverged in seed 0, 1, 2" in v.effect.note
+    assert verdict("h1-wgrad", store).verdict == "holds"  # a bound from below is above zero
+    v = verdict("h3-loss", store)
+    assert v.verdict == "holds" and v.effect.low == -math.inf and v.effect.high < 0
+    v = verdict("h2-sr-cost", store)
+    assert v.effect is None and v.verdict == "undecided"  # both arms are gone: neither is worse
+
+
+def test_a_converging_arm_refutes_that_it_does_not(store):
+    fill(store, {"fp8": 1.0, "mxfp4+sr": 1.2})
+    assert verdict("h2-sr", store).verdict == "does not hold"
+
+
+def test_partly_converging_is_undecided(store):
+    fill(store, {"fp8": 1.0, "mxfp4+sr": lambda s: math.inf if s == 2 else 1.2})
+    assert verdict("h2-sr", store).verdict == "undecided"
+
+
+def test_the_study_that_decides_is_taken_not_the_largest(store):
+    arms = {**REAL, "mxfp4": 1.25}
+    fill(store, arms)  # decides
+    fill(store, {**REAL, "mxfp4": 1.05}, seeds=(0,), steps=4000)  # larger, one seed
+    v = verdict("h1-wgrad", store)
+    assert v.verdict == "holds" and v.study.tokens == config("fp8").tokens
+
+
+def test_arms_of_different_studies_are_not_compared(store):
+    fill(store, REAL)
+    fill(store, {"mxfp4": 1.25}, corpus="other")
+    assert verdict("h1-wgrad", store).verdict == "no records"
+
+
+def test_sizes_need_a_large_model_and_the_published_range(store):
+    fill(store, {"fp8": 1.0, "mxfp4": 1.26})
+    assert verdict("table1-all", store).verdict == "not tested at this scale"
+    assert verdict("table1-all", store, needs={"seeds": 3}).verdict == "holds"
+    assert "0.173 and 0.405" in rule_text(LEDGER["table1-all"])
+    fill(Store(store.root / "b"), {"fp8": 1.0, "mxfp4": 1.05})
+    assert verdict("table1-all", Store(store.root / "b"), needs={"seeds": 3}).verdict == "does not hold"
+
+
+def test_properties_of_the_format_are_decided_at_any_scale(store):
+    small = config("bf16", model=SMALL, scale="cpu", probe_steps=(100, 500))
+    rows = probe_rows("scale_changes", {"mxfp4": 0.3}, gemm="", tensor="w")
+    rows += probe_rows("changes", {"mxfp4+2d": 0.0}, gemm="", tensor="w", spread=0)
+    put(store, small, probes=rows)
+    assert verdict("p2-mismatch", store).verdict == "holds"
+    assert verdict("p2-consistent", store).verdict == "holds"
+
+
+@pytest.mark.parametrize(
+    "holds, low, high, expected",
+    [
+        ({"above": 0}, 0.1, math.inf, "holds"), ({"above": 0}, 0, 1, "undecided"), ({"above": 0}, -2, 0, "does not hold"),
+        ({"below": 0}, -math.inf, -0.1, "holds"), ({"at_most": 0}, 0, 0, "holds"), ({"at_most": 0}, 0, 1, "undecided"),
+        ({"at_least": 0.9}, 0.9, 1, "holds"), ({"between": [1, 2]}, 1, 2, "holds"), ({"between": [1, 2]}, 2.1, 3, "does not hold"),
+        ({"above": 0}, math.nan, math.nan, "undecided"),
+    ],
+)  # fmt: skip
+def test_rules(holds, low, high, expected):
+    claim = replace(LEDGER["h1-wgrad"], holds=holds)
+    assert decide(claim, Effect(0.0, low, high, "share", (0, 1))) == expected
+
+
+def write(tmp_path, change):
+    entry = {
+        "id": "x", "paper": "P1", "claim": "C.", "figure": "h1", "metric": "overhead", "arguments": {"arm": "mxfp4"},
+        "holds": {"above": 0}, "needs": "any", "scale_note": "s", "chapter": "ablation",
+    }  # fmt: skip
+    data = {"needs": {"any": {"seeds": 1}}, "claims": [entry]}
+    change(data, entry)
+    path = tmp_path / "claims.yml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda d, e: d["claims"].append(dict(e)), "claim 'x' is in the ledger twice"),
+        (lambda d, e: e.update(metrc="overhead"), "unknown field 'metrc'; known: id, paper"),
+        (lambda d, e: e.update(metric="overhed"), "unknown metric 'overhed'; known: overhead"),
+        (lambda d, e: e["arguments"].update(att=1), "no argument 'att'; known: arm"),
+        (lambda d, e: e.update(figure="h9"), "published figure 'h9' is not known; known: "),
+        (lambda d, e: e.update(holds={"over": 0}), "is not one rule; known: above"),
+        (lambda d, e: e.update(holds={"within_factor": 2}), "needs a factor above 1 and a positive published figure"),
+        (lambda d, e: e.update(needs="much"), "needs 'much' is not known; known: any"),
+        (lambda d, e: e.update(needs={"sedes": 3}), "unknown need 'sedes'; known: parameters"),
+        (lambda d, e: e.update(paper="P3"), "paper 'P3' is not known; known: P1, P2"),
+        (lambda d, e: e.pop("chapter"), "lacks chapter"),
+        (lambda d, e: d.pop("claims"), "has no list `claims`"),
+    ],
+)
+def test_a_wrong_ledger_is_refused_in_one_line(tmp_path, change, said):
+    with pytest.raises(UserError, match=said) as error:
+        load_ledger(write(tmp_path, change))
+    assert "\n" not in str(error.value)
+
+
+def test_a_ledger_that_is_not_there_or_not_yaml(tmp_path):
+    with pytest.raises(UserError, match="cannot read the ledger"):
+        load_ledger(tmp_path / "none.yml")
+    (tmp_path / "bad.yml").write_text("claims: [")
+    with pytest.raises(UserError, match="is not YAML at line"):
+        load_ledger(tmp_path / "bad.yml")
+
+
+def test_the_books_ledger():
+    for claim in LEDGER.values():
+        for arm in claim.arms:
+            recipe(arm)
+        assert (project_dir() / "book" / f"{claim.chapter}.md").is_file() or claim.chapter in toc(), claim.id
+        assert claim.claim.endswith(".") and claim.scale_note.endswith("."), claim.id
+    wanted = set().union(*(set(c.arms) for c in LEDGER.values()))
+    from mxfp4.experiments.plan import plan
+
+    assert wanted <= {c.recipe for c in plan("all", SCALES["gpu"]).arms}, "a claim needs an arm that no plan trains"
+
+
+def toc():
+    return [c["file"] for c in yaml.safe_load((ledger_path().parent / "_toc.yml").read_text())["chapters"]]
+
+
+def test_command(store, monkeypatch, capsys):
+    monkeypatch.setenv("MXFP4_RUNS", str(store.root))
+    fill(store, {**REAL, "mxfp4": 1.25, "mxfp4+sr": math.inf})
+    assert cli.main(["claims", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    by_id = {d["id"]: d for d in data}
+    assert len(data) == len(LEDGER) and {d["verdict"] for d in data} <= set(VERDICTS)
+    assert by_id["h1-wgrad"]["verdict"] == "holds" and len(by_id["h1-wgrad"]["study"]["records"]) == 9
+    assert by_id["h1-wgrad"]["published"]["mark"] == "P1" and by_id["h1-wgrad"]["effect"]["seeds"] == [0, 1, 2]
+    assert cli.main(["claims", "--id", "h2-sr", "--scale", "gpu"]) == 0
+    out = capsys.readouterr().out
+    assert "HOLDS" in out and "1 claims: 1 holds" in out and "diverged" in out
+    assert cli.main(["claims", "--id", "h7"]) == 1 and "'h7' is not in the ledger; known" in capsys.readouterr().err
+    assert cli.main(["claims", "--scale", "moon"]) == 1 and "unknown scale 'moon'" in capsys.readouterr().err
+
+
+def test_board_shows_every_claim_escaped(store):
+    fill(store, {**REAL, "mxfp4": 1.25, "mxfp4+sr": math.inf})
+    verdicts = judge_all(LEDGER.values(), store.load())
+    verdicts[0] = replace(verdicts[0], reason="<script>")
+    page = Board(verdicts)._repr_html_()
+    assert all(f'id="claim-{name}"' in page for name in LEDGER) and "<script>" not in page and "&lt;script&gt;" in page
+    assert page.count('<div class="mx-claim"') == len(LEDGER)
+
+
+def test_effects_are_printed_with_their_unit():
+    assert effect_text(Effect(0.084, 0.079, math.inf, "share", (0,))) == "+8.4 % [+7.9, ∞]"
+    assert effect_text(Effect(0.0213, math.nan, math.nan, "nats", (0,))) == "+0.0213 nats"
+    assert effect_text(Effect(1.12, 1.1, 1.13, "ratio", (0,))) == "1.12x [1.1, 1.13]"
+    assert effect_text(None) == "none"
+
+
+def test_published_figures_have_a_source_and_a_mark():
+    for name, figure in published.FIGURES.items():
+        assert figure.source and figure.mark in published.MARKS and figure.text, name
+    with pytest.raises(UserError, match="mark 'P9' is not known"):
+        published.Figure("x", "y", "P9")

@@ -1,0 +1,136 @@
+"""Frames, charts and notes of the evidence chapters; the recomputed MLPerf figures; the bias of stochastic rounding."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from fake_studies import config, fill, put
+
+from mxfp4.errors import UserError
+from mxfp4.experiments import curves, figures, logs, published
+from mxfp4.experiments.evidence import Sources, gather
+from mxfp4.experiments.rounding_bias import PRESCALED, bias_summary, sr_bias_frame
+from mxfp4.experiments.scales import SCALES
+from mxfp4.experiments.store import Store
+from mxfp4.experiments.study import count, studies
+
+ARMS = {"bf16": 0.99, "fp8": 1.0, "mxfp4-fprop": 1.08, "mxfp4": 1.26, "mxfp4+h16": lambda s: 1.08 + 0.01 * s,
+        "mxfp4+sr": math.inf, "mxfp4+rht16": 1.8}  # fmt: skip
+
+
+@pytest.fixture
+def study(tmp_path):
+    (found,) = studies(fill(Store(tmp_path), ARMS).load())
+    return found
+
+
+def test_table1_beside_ours(study):
+    frame = curves.table1_frame(study).set_index(["scope", "stabiliser"])
+    plain, sr = frame.loc["Fprop + Dgrad + Wgrad", "none"], frame.loc["all three", "stochastic rounding"]
+    assert plain["P1"] == "26-27 %" and plain[curves.at_column(0.7)].startswith("+26")
+    assert sr["P1"] == "does not converge" and sr[curves.at_column(0.85)].startswith("more than +1")
+    assert "seed 0 diverged at step 500" in sr["outcome"] and sr["final loss vs FP8"].startswith("∞")
+    assert frame.loc["Fprop + Dgrad", "none"][curves.at_column(0.7)] == "–"  # not run
+
+
+def test_curves_end_where_an_arm_diverged(study):
+    frame = curves.mean_curves(study, ["fp8", "mxfp4+sr"])
+    last = frame.groupby("arm")["tokens"].max() / study.tokens
+    assert last["fp8"] == 1 and last["mxfp4+sr"] == 0.5
+    assert (frame["low"] <= frame["loss"]).all() and (frame["loss"] <= frame["high"]).all()
+    assert (curves.mean_curves(study, ["fp8"], after=0.6)["tokens"] >= 0.6 * study.tokens).all()
+    with pytest.raises(UserError, match="none of the arms has records: ti2d"):
+        curves.mean_curves(study, ["ti2d"])
+
+
+def test_a_mean_does_not_jump_when_one_seed_ends(tmp_path):
+    store = fill(Store(tmp_path), {"mxfp4": lambda s: math.inf if s == 2 else 1.0})
+    frame = curves.mean_curves(studies(store.load())[0], ["mxfp4"])
+    assert set(frame["seeds"]) == {3} and frame["tokens"].max() == config("mxfp4").tokens / 2
+
+
+def test_differences_are_within_a_seed(study):
+    frame = curves.difference_curves(study, ["mxfp4"], "fp8")
+    assert set(frame["arm"]) == {"mxfp4"} and (frame["difference"] > 0).all()
+    assert (frame["high"] - frame["low"]).max() < 1e-9  # the seeds' own levels cancel
+
+
+def test_overhead_points_keep_bounds_apart(study):
+    frame = curves.overhead_points(study).set_index(["label", "whose"])
+    assert not frame.loc[("all three, stochastic rounding", "P1"), "reached"]
+    assert not frame.loc[("all three, random Hadamard 16", "ours"), "reached"]
+    assert frame.loc[("Fprop + Dgrad + Wgrad", "ours"), "value"] == pytest.approx(26, abs=1)
+
+
+def test_every_chart_is_valid_and_has_a_title(study, tmp_path):
+    table, results = published.mlperf_curves(), published.mlperf_results()
+    store = fill(Store(tmp_path / "rules"), {"bf16": 1, "mxfp4": 1.1, "mxfp4+sr": 1.2, "mxfp4+rceil": 1.1, "mxfp4+rceil+sr": math.inf})
+    frame = curves.disagreement_frame(studies(store.load())[0])
+    assert len(frame) == 4 and frame["difference"].max() == math.inf
+    made = [
+        figures.learning_curves(curves.mean_curves(study, ["fp8", "mxfp4"]), y="loss", title="T", y_title="nats"),
+        figures.overheads(curves.overhead_points(study), title="T"),
+        figures.rule_by_rounding(frame, title="T", rules=curves.RULES, roundings=list(curves.ROUNDINGS.values()), reference="bf16"),
+        figures.sr_bias(sr_bias_frame(["rceil"], points=4, draws=2), title="T", rules=["rceil"]),
+        figures.mlperf(table, 3.3, logs.crossings(table, 3.3), title="T"),
+        logs.break_even_chart(results),
+    ]
+    for chart in made:
+        assert chart.to_dict()["title"]
+
+
+def test_mlperf_arithmetic():
+    table, results = published.mlperf_curves(), published.mlperf_results()
+    cross, grid = logs.crossings(table, published.TARGET), logs.grid_samples(table, published.TARGET)
+    # by hand: FP8 3.318 -> 3.291 between evaluations 13 and 14, MXFP4 3.315 -> 3.291 between 14 and 15
+    assert cross["FP8"] == pytest.approx(12288 * (13 + 0.018 / 0.027))
+    assert cross["MXFP4 + H16"] == pytest.approx(12288 * (14 + 0.015 / 0.024))
+    assert grid == {"FP8": 14 * 12288, "MXFP4 + H16": 15 * 12288}
+    assert logs.sample_overhead(results) == pytest.approx(0.0413, abs=1e-4)
+    assert logs.step_speed(results) == pytest.approx(1.193, abs=1e-3)
+    speed = logs.speed_frame(results)
+    assert speed["end_to_end"].iloc[0] == pytest.approx(1.21 / 1.08) and speed["stated"].iloc[-1] == pytest.approx(1.1436, abs=1e-4)
+    quantum = logs.overhead_frame(table, results, 3.3)["overhead"].iloc[0]
+    assert 0.065 < quantum < 0.07
+    assert len(logs.overhead_frame(table, results, 3.0)) == 4  # neither curve gets there
+    assert logs.perplexity_frame(3.3)["perplexity"].iloc[0] == pytest.approx(math.exp(3.3))
+    one = logs.uncertainty_frame(results).iloc[0]
+    assert one["low"] < one["value"] < one["high"]
+
+
+def test_sr_is_biased_only_where_a_rule_clips():
+    summary = bias_summary(sr_bias_frame(["floor", "even", "ceil", "rceil", PRESCALED], points=17, draws=64)).set_index("rule")
+    # floor: values in (6, 8) round to 6, so the worst bias is toward 6/8 - 1; even: to 6/7 - 1
+    assert summary.loc["floor", "worst"] == pytest.approx(100 * (6 / 7.7647 - 1), abs=0.01)
+    assert -15 < summary.loc["even", "worst"] < -10
+    assert (summary.loc[["ceil", "rceil", PRESCALED], "share"] == 0).all()
+    with pytest.raises(UserError, match="scale rule 'up' is not known"):
+        sr_bias_frame(["up"])
+
+
+def test_gather_says_what_is_missing(tmp_path):
+    store = Store(tmp_path)
+    c = replace(SCALES["gpu"].config("bf16", 0), corpus="prose")
+    put(store, c)
+    evidence = gather("table1", "gpu", store=store)
+    assert evidence.arms == ["bf16"] and not evidence.substitute and len(evidence.missing) == len(evidence.plan.arms) - 1
+    page = evidence._repr_html_()
+    assert "mxfp4 train --plan table1 --scale gpu" in page and "bf16-s0-" in page and "Partial" in page
+    with pytest.raises(UserError, match="no records of plan p2 at scale mi355x: mxfp4 train --plan p2 --scale mi355x"):
+        gather("p2", "mi355x", store=store).need()
+
+
+def test_gather_falls_back_to_other_settings_and_says_so(tmp_path):
+    store = fill(Store(tmp_path), {"bf16": 1.0, "fp8": 1.0}, seeds=(0,))
+    evidence = gather("table1", "gpu", store=store)
+    assert evidence.substitute and evidence.arms == ["bf16", "fp8"] and "not those of the plan" in evidence._repr_html_()
+    with pytest.raises(UserError, match="no records"):
+        gather("table1", "gpu", store=store, steps=77).need()
+
+
+def test_sources_without_records():
+    assert "No records yet" in Sources([])._repr_html_()
+
+
+def test_counts():
+    assert [count(n) for n in (29_497_856, 1.47e9, 950, 61_440)] == ["29.5 M", "1.47 B", "950", "61.4 k"]

@@ -1,0 +1,154 @@
+"""Metrics on curves whose overheads and differences are known."""
+
+import math
+
+import pytest
+from fake_studies import config, fill, probe_rows, put
+
+from mxfp4.errors import UserError
+from mxfp4.experiments import metrics
+from mxfp4.experiments.metrics import METRICS, NoEffect
+from mxfp4.experiments.store import Store
+from mxfp4.experiments.study import studies
+
+
+def study_of(tmp_path, slowdowns, **options):
+    (found,) = studies(fill(Store(tmp_path), slowdowns, **options).load())
+    return found
+
+
+def test_overhead_recovers_the_slowdown(tmp_path):
+    study = study_of(tmp_path, {"fp8": 1.0, "mxfp4": 1.25, "mxfp4+h16": lambda s: 1.08 + 0.01 * s})
+    effect = metrics.overhead(study, arm="mxfp4")
+    assert effect.value == pytest.approx(0.25, abs=0.01) and effect.seeds == (0, 1, 2) and effect.unit == "share"
+    assert metrics.overhead(study, arm="fp8").value == pytest.approx(0, abs=1e-9)
+    difference = metrics.overhead_difference(study, arm="mxfp4", against="mxfp4+h16")
+    assert difference.value == pytest.approx(0.16, abs=0.01) and difference.low < difference.value < difference.high
+
+
+def test_an_arm_that_misses_the_target_gives_a_bound(tmp_path):
+    study = study_of(tmp_path, {"fp8": 1.0, "mxfp4": 1.1, "mxfp4+sr": 1.9})
+    effect = metrics.overhead(study, arm="mxfp4+sr")
+    assert effect.value == pytest.approx(1 / metrics.AT - 1, abs=0.02) and effect.high == math.inf
+    assert "does not reach the target" in effect.note
+    above = metrics.overhead_difference(study, arm="mxfp4+sr", against="mxfp4")
+    below = metrics.overhead_difference(study, arm="mxfp4", against="mxfp4+sr")
+    assert above.low > 0 and above.high == math.inf and below.high < 0 and below.low == -math.inf
+    with pytest.raises(NoEffect, match="neither mxfp4\\+sr nor mxfp4\\+sr"):
+        metrics.overhead_difference(study, arm="mxfp4+sr", against="mxfp4+sr")
+
+
+def test_convergence_is_by_seed(tmp_path):
+    study = study_of(tmp_path, {"fp8": 1.0, "mxfp4": 1.5, "mxfp4+sr": 2.5, "mxfp4+h16": lambda s: 2.5 if s else 1.1,
+                                "mxfp4+rht16": math.inf})  # fmt: skip
+    spans = {arm: metrics.convergence(study, arm=arm) for arm in study.arms}
+    assert (spans["mxfp4"].low, spans["mxfp4"].high) == (1, 1)
+    assert (spans["mxfp4+sr"].low, spans["mxfp4+sr"].high) == (0, 0)
+    assert (spans["mxfp4+h16"].low, spans["mxfp4+h16"].high) == (0, 1)
+    assert spans["mxfp4+rht16"].high == 0 and "diverged in seed 0, 1, 2" in spans["mxfp4+rht16"].note
+
+
+def test_losses_are_paired_by_seed(tmp_path):
+    store = Store(tmp_path)
+    for seed, offset in enumerate((0.10, 0.11, 0.12)):
+        put(store, config("bf16", seed))
+        put(store, config("mxfp4", seed), offset=offset)
+    put(store, config("mxfp4", 7), offset=5.0)  # no partner
+    (study,) = studies(store.load())
+    effect = metrics.loss_difference(study, arm="mxfp4", against="bf16")
+    assert effect.value == pytest.approx(0.11) and effect.seeds == (0, 1, 2)
+    assert effect.low >= 0.10 - 1e-9 and effect.high <= 0.12 + 1e-9
+    ppl = metrics.perplexity_increase(study, arm="mxfp4")
+    assert ppl.value == pytest.approx(math.expm1(0.11)) and ppl.unit == "share"
+
+
+def test_divergence_is_infinitely_worse(tmp_path):
+    study = study_of(tmp_path, {"bf16": 1.0, "mxfp4": math.inf, "mxfp4+sr": lambda s: math.inf if s == 1 else 1.1})
+    effect = metrics.loss_difference(study, arm="mxfp4", against="bf16")
+    assert effect.value == effect.low == effect.high == math.inf and "mxfp4 diverged" in effect.note
+    mixed = metrics.loss_difference(study, arm="mxfp4+sr", against="bf16")
+    assert mixed.value == math.inf and math.isfinite(mixed.low)
+    only = metrics.loss_difference(study, arm="mxfp4", against="mxfp4+sr")
+    assert only.seeds == (0, 2)  # in seed 1 both are gone: nothing to compare
+
+
+def test_one_seed_has_no_interval(tmp_path):
+    study = study_of(tmp_path, {"fp8": 1.0, "mxfp4": 1.2}, seeds=(0,))
+    effect = metrics.overhead(study, arm="mxfp4")
+    assert effect.value == pytest.approx(0.2, abs=0.01) and math.isnan(effect.low) and math.isnan(effect.high)
+
+
+def test_remaining_gap(tmp_path):
+    store = Store(tmp_path)
+    for seed in range(3):
+        put(store, config("fp8", seed))
+        put(store, config("mxfp4", seed), offset=0.10 + 0.01 * seed)
+        put(store, config("mxfp4+h16", seed), offset=0.03)
+    (study,) = studies(store.load())
+    effect = metrics.remaining_gap(study, arm="mxfp4+h16", against="mxfp4")
+    assert effect.value == pytest.approx(0.03 / 0.11, rel=1e-6) and effect.low < effect.value < effect.high < 0.5
+    behind = metrics.remaining_gap(study, arm="mxfp4", against="fp8")  # a gap of zero has no share
+    assert math.isnan(behind.value) or behind.high == math.inf
+
+
+def test_published_order(tmp_path):
+    right = {"fp8": 1.0, "mxfp4-fprop": 1.085, "mxfp4-fprop-dgrad": 1.105, "mxfp4": 1.265, "mxfp4+sr": 3.0,
+             "mxfp4+rht16": math.inf, "mxfp4+h16": 1.08}  # fmt: skip
+    assert metrics.published_order(study_of(tmp_path / "a", right)).value == 1
+    wrong = {**right, "mxfp4": 1.02, "mxfp4+sr": 1.01}
+    assert metrics.published_order(study_of(tmp_path / "b", wrong)).value < 0.7
+
+
+def test_probes(tmp_path):
+    store = Store(tmp_path)
+    rows = probe_rows("pattern_next", {"mxfp4+h16": 0.9, "mxfp4+rht16": 0.1})
+    put(store, config("bf16", probe_steps=(100, 500)), probes=rows)
+    put(store, config("bf16"))  # the same arm unprobed: another key, the same study, and it must not hide the probes
+    (study,) = studies(store.load())
+    a = metrics.probe(study, metric="pattern_next", probed="bf16", recipe="mxfp4+h16", gemm="wgrad", tensor="dw")
+    assert a.value == pytest.approx(0.9) and a.unit == "cosine" and a.over == "4 layers" and a.seeds == (0,)
+    d = metrics.probe_difference(study, metric="pattern_next", probed="bf16", recipe="mxfp4+h16", gemm="wgrad", tensor="dw",
+                                 against_recipe="mxfp4+rht16")  # fmt: skip
+    assert d.value == pytest.approx(0.8) and d.low == pytest.approx(0.8)
+    with pytest.raises(NoEffect, match="no probe of pattern_next"):
+        metrics.probe(study, metric="pattern_next", probed="bf16", recipe="mxfp4", gemm="wgrad", tensor="dw")
+
+
+def test_predicts_loss(tmp_path):
+    store = Store(tmp_path)
+    put(store, config("bf16"))
+    for i, arm in enumerate(("mxfp4", "mxfp4+h16", "mxfp4+sr", "mxfp4+rht16", "mxfp4+2d")):
+        rows = probe_rows("error", {arm: 0.1 * i})
+        put(store, config(arm, probe_steps=(100,)), offset=0.05 * i**2, probes=rows)
+    (study,) = studies(store.load())
+    arms = [a for a in study.arms if a != "bf16"]
+    effect = metrics.predicts_loss(study, metric="error", arms=arms, gemm="wgrad", tensor="dw")
+    assert effect.value == pytest.approx(1) and effect.over == "5 arms"
+
+
+def test_end_to_end_is_p1s_arithmetic(tmp_path):
+    study = study_of(tmp_path, {"fp8": 1.0, "mxfp4+h16": 1.08})
+    effect = metrics.end_to_end(study, arm="mxfp4+h16")
+    assert effect.value == pytest.approx(1.21 / 1.08, abs=0.01)
+    slow = metrics.end_to_end(study_of(tmp_path / "slow", {"fp8": 1.0, "mxfp4+h16": 2.0}), arm="mxfp4+h16")
+    assert slow.low == 0 and slow.high < 1  # an overhead without a known end leaves a gain without a lower one
+
+
+@pytest.mark.parametrize(
+    "metric, arguments, said",
+    [
+        ("overhaed", {}, "unknown metric 'overhaed'; known: overhead, "),
+        ("overhead", {"arm": "mxfp4", "att": 1}, "no argument 'att'; known: arm, reference, at"),
+        ("overhead", {}, "lacks arm"),
+    ],
+)
+def test_bad_arguments_are_refused(metric, arguments, said):
+    with pytest.raises(UserError, match=said):
+        metrics.check_arguments(metric, arguments)
+
+
+def test_arms_of():
+    assert metrics.arms_of("overhead", {"arm": "mxfp4"}) == ("mxfp4", "fp8")
+    assert set(metrics.arms_of("published_order", {})) > {"fp8", "mxfp4+rht16"}
+    assert metrics.arms_of("interaction", {"arms": ["a", "b", "c", "d"]}) == ("a", "b", "c", "d")
+    assert all(METRICS[name].__doc__ for name in METRICS)
