@@ -247,8 +247,9 @@ def _read(folder: Path) -> Record | None:
     """The record in `folder` if it is there and whole; a damaged one is named in a warning."""
     if not folder.is_dir():
         return None
+    problem = "has no readable record.json"
     try:
-        problem, data = "has no record.json", json.loads((folder / "record.json").read_bytes())
+        data = json.loads((folder / "record.json").read_bytes())
         problem = "is not in a format this version reads"
         record = Record(folder, data)
         about, version = data["machine"], data["semantics_version"]

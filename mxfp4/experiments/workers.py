@@ -8,7 +8,6 @@ checkpoint, from which the next call carries on. A second Ctrl-C ends at once; t
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import sys
 import threading
@@ -278,7 +277,7 @@ def _child(connection: Connection, config, store, corpus, device, compile, threa
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     torch.set_num_threads(threads)
-    parent, told, reason = os.getppid(), time.monotonic(), None
+    parent, told, reason = multiprocessing.parent_process(), time.monotonic(), None
 
     def on_step(step: int) -> None:
         nonlocal told
@@ -290,7 +289,7 @@ def _child(connection: Connection, config, store, corpus, device, compile, threa
     try:
         status = train_arm(
             config, store, corpus=corpus, device=device, compile=compile, on_step=on_step,
-            stop=lambda: stopping.is_set() or os.getppid() != parent,
+            stop=lambda: stopping.is_set() or not parent.is_alive(),
         )  # fmt: skip
     except Exception as error:  # reported by the parent in one line
         status, reason = "failed", _one_line(error)

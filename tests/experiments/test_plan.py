@@ -1,0 +1,192 @@
+"""Plans: their arms, what is left of them, and running them in one process, in several, and through kills."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from fakes import TINY, FakeCorpus
+
+import mxfp4
+from mxfp4.errors import UserError
+from mxfp4.experiments.plan import FULL, SMALL, Plan, plan
+from mxfp4.experiments.scales import CPU, SCALES
+from mxfp4.experiments.store import Store
+from mxfp4.experiments.workers import arm_name, run_plan
+
+CORPUS = FakeCorpus()
+SCALE = replace(
+    CPU, model=TINY, seq_len=16, batch_size=4, steps=12, eval_every=4, eval_sequences=4, probe_steps=(), warmup=3
+)  # fmt: skip
+
+
+def small(recipes=("bf16", "mxfp4+sr"), seeds=(0, 1), **fields_) -> Plan:
+    return plan("table1", SCALE, recipes=recipes, seeds=seeds, **fields_)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "runs")
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_arms_of_a_plan_differ_in_recipe_and_seed_alone(scale):
+    arms = plan("all", scale).arms
+    assert len({(a.recipe, a.seed) for a in arms}) == len(arms)
+    for name in (f.name for f in fields(arms[0])):
+        if name not in ("recipe", "seed", "probe_steps"):
+            assert len({getattr(a, name) for a in arms}) == 1
+    assert {a.probe_steps for a in arms if a.seed} <= {()}
+
+
+def test_table_1_has_the_papers_scopes_and_stabilisers():
+    names = {a.recipe for a in plan("table1", "cpu").arms}
+    scopes = ("mxfp4-fprop", "mxfp4-fprop-dgrad", "mxfp4")
+    assert names == {"bf16", "fp8", *scopes, "mxfp4+h32", *(f"{s}+{x}" for s in scopes for x in ("sr", "rht16", "h16"))}
+    assert {"mxfp4-dgrad", "mxfp4-wgrad"} < {a.recipe for a in plan("table1", "gpu").arms}
+
+
+def test_every_recipe_of_every_plan_is_one_and_no_two_mean_the_same():
+    for recipes in (*SMALL.values(), *FULL.values()):
+        meanings = {replace(mxfp4.recipe(r), name="").to_json() for r in recipes}
+        assert len(meanings) == len(recipes)
+
+
+def test_seeds_come_last():
+    seeds = [a.seed for a in plan("all", "gpu").arms]
+    assert seeds == sorted(seeds)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(UserError, match="unknown plan 'table2' .*known: table1, p2, disagreement, all"):
+        plan("table2", "cpu")
+    with pytest.raises(UserError, match="unknown scale 'tpu'; known: cpu, gpu, mi355x"):
+        plan("table1", "tpu")
+    with pytest.raises(UserError, match="unknown TrainConfig field 'stepz'"):
+        plan("table1", "cpu", stepz=3)
+    with pytest.raises(ValueError, match="mxfp5"):
+        plan("table1", "cpu", recipes=["mxfp5"])
+
+
+def test_running_twice_trains_once_and_says_so(store, capsys):
+    first = run_plan(small(), store, jobs=1, device="cpu", corpus=CORPUS)
+    names = ["bf16-s0", "mxfp4+sr-s0", "bf16-s1", "mxfp4+sr-s1"]
+    assert first.trained == names and not first.present
+    assert capsys.readouterr().err == ""  # no bar where stderr is no terminal
+    second = run_plan(small(), store, jobs=1, device="cpu", corpus=CORPUS)
+    assert second.present == names and not second.trained
+    assert capsys.readouterr().err == f"already there (4): {' '.join(names)}\n"
+    assert len(store.load("cpu")) == 4 and not store.begun()
+
+
+def test_what_is_left_and_what_it_costs(store):
+    wanted = small()
+    assert [a.seconds for a in wanted.status(store, "cpu")] == [None] * 4
+    run_plan(small(recipes=("bf16",), seeds=(0,)), store, jobs=1, device="cpu", corpus=CORPUS)
+    status = wanted.status(store, "cpu")
+    assert [a.done for a in status] == [True, False, False, False]
+    assert status[0].seconds == 0.0 and all(a.seconds > 0 for a in status[1:])
+    timings = status[0].record.timings
+    assert status[2].seconds == pytest.approx(timings["train_seconds"] + timings["evaluate_seconds"])
+    assert [r.config.seed for r in wanted.records(store, "cpu")] == [0]
+
+
+def test_several_processes_give_the_bytes_of_one(store, tmp_path):
+    one = Store(tmp_path / "one")
+    run_plan(small(), one, jobs=1, device="cpu", corpus=CORPUS)
+    summary = run_plan(small(), store, jobs=2, device="cpu", corpus=CORPUS)
+    assert sorted(summary.trained) == sorted(arm_name(a) for a in small().arms)
+    for a, b in zip(one.load("cpu"), store.load("cpu"), strict=True):
+        assert a.run_id == b.run_id
+        assert a.curve["eval_loss"].dropna().to_list() == pytest.approx(b.curve["eval_loss"].dropna().to_list(), rel=1e-5)
+
+
+class Broken(FakeCorpus):
+    """Fails, or kills its process, at a step of seed 1."""
+
+    def batch(self, step, batch_size, seq_len, seed):
+        if seed == 1 and step == 3:
+            if self.fingerprint == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("two\nlines")
+        return super().batch(step, batch_size, seq_len, seed)
+
+
+def test_an_arm_that_fails_takes_nothing_with_it(store):
+    summary = run_plan(small(recipes=("bf16",), seeds=(0, 1, 2)), store, jobs=1, device="cpu", corpus=Broken())
+    assert summary.failed == {"bf16-s1": "RuntimeError: two lines"} and summary.trained == ["bf16-s0", "bf16-s2"]
+
+
+def test_an_arm_whose_process_is_killed_takes_nothing_with_it(store):
+    corpus = Broken(fingerprint="kill")
+    summary = run_plan(small(recipes=("bf16",), seeds=(1, 0)), store, jobs=2, device="cpu", corpus=corpus)
+    assert summary.failed == {"bf16-s1": "its process ended with exit code -9"} and summary.trained == ["bf16-s0"]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_the_end_of_the_time_leaves_checkpoints_and_the_next_call_goes_on(store, jobs):
+    wanted = small(recipes=("bf16",), steps=200_000)
+    summary = run_plan(wanted, store, jobs=jobs, device="cpu", corpus=CORPUS, max_minutes=3 / 60)
+    assert len(summary.paused) == jobs and len(summary.left) == 2 - jobs and not summary.failed
+    steps = [b.step for b in store.begun()]
+    assert len(steps) == jobs and min(steps) > 0 and store.begun()[0].holder is None
+    again = run_plan(wanted, store, jobs=jobs, device="cpu", corpus=CORPUS, max_minutes=3 / 60)
+    assert len(again.paused) == jobs and min(b.step for b in store.begun()) > min(steps)
+
+
+RUN = """
+import sys
+import torch
+torch.set_num_threads(1)
+sys.path.insert(0, {tests!r})
+from fakes import FakeCorpus
+from test_plan import SCALE, small
+from mxfp4.experiments.store import Store
+from mxfp4.experiments.workers import run_plan
+if __name__ == "__main__":
+    print(run_plan(small(recipes=("bf16",), seeds=(0,), steps={steps}), Store({root!r}), jobs={jobs}, device="cpu", corpus=FakeCorpus()))
+"""
+
+
+def started(store, jobs, steps=100_000):
+    folder = str(Path(__file__).parent)
+    code = RUN.format(tests=str(Path(__file__).parents[1]), root=str(store.root), jobs=jobs, steps=steps)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(Path(__file__).parents[2])])}
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+    deadline = time.monotonic() + 60
+    while not any(b.holder for b in store.begun()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1)
+    return process
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_ctrl_c_leaves_a_checkpoint(store, jobs):
+    process = started(store, jobs)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert "stopped with 1 paused and 0 not begun" in output
+    assert store.begun()[0].step > 0 and store.begun()[0].holder is None
+
+
+def test_workers_end_when_their_parent_is_killed_and_a_second_process_waits_for_the_first(store):
+    process = started(store, 2)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 30
+    while store.begun()[0].holder and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert store.begun()[0].holder is None and store.begun()[0].step > 0
+
+
+def test_two_processes_with_one_arm_train_it_once(store):
+    first = started(store, 1, steps=400)
+    wanted = small(recipes=("bf16",), seeds=(0,), steps=400)
+    summary = run_plan(wanted, store, jobs=1, device="cpu", corpus=CORPUS)
+    output, _ = first.communicate(timeout=120)
+    assert "1 arms trained" in output and summary.trained == ["bf16-s0"]
+    assert len(store.load("cpu")) == 1 and not store.begun()
