@@ -6,6 +6,7 @@ A row a claim on a wide page, a card a claim on a narrow one. Colours follow the
 from __future__ import annotations
 
 import html
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -30,7 +31,7 @@ gap:0 1.1em;padding:.75em 0;border-top:1px solid var(--mx-rule,#d8dee4)}
 .mx-claim small{display:block;color:var(--mx-muted,#57606a);font-size:.9em;margin-top:.15em}
 .mx-effect{font-variant-numeric:tabular-nums;font-weight:600}
 .mx-verdict{display:inline-block;padding:.05em .55em;border-radius:.9em;border:1.5px solid currentColor;font-weight:600;
-white-space:nowrap}
+line-height:1.3}
 .mx-v-holds{color:#0a6b4a}.mx-v-fails{color:#a63c00}.mx-v-undecided{color:#7a5200}.mx-v-none{color:var(--mx-muted,#57606a);
 font-weight:500;border-style:dashed}
 html[data-theme=dark] .mx-v-holds{color:#4cc79b}html[data-theme=dark] .mx-v-fails{color:#ff9457}
@@ -60,7 +61,9 @@ class Board:
         for paper, title in TITLES.items():
             rows = [v for v in self.verdicts if v.claim.paper == paper]
             if rows:
-                parts.append(f'<h3>{html.escape(title)}</h3><div class="mx-claim mx-head" aria-hidden="true">{head}</div>')
+                parts.append(
+                    f'<h3>{html.escape(title)}</h3><div class="mx-claim mx-head" aria-hidden="true">{head}</div>'
+                )
                 parts += [_row(v) for v in rows]
         return f'<div class="mx-board">{"".join(parts)}</div>'
 
@@ -88,7 +91,11 @@ def _badge(verdict: str) -> str:
 def _row(v: Verdict) -> str:
     c, e = v.claim, html.escape
     lead, _, rest = c.claim.partition(". ")
-    claim = f"<p><strong>{e(lead)}.</strong> {e(rest)}</p>" if rest else f"<p><strong>{e(lead)}</strong></p>"
+    claim = (
+        f"<p><strong>{_code(lead)}.</strong> {_code(rest)}</p>"
+        if rest
+        else f"<p><strong>{_code(lead)}</strong></p>"
+    )
     scale = f"<details><summary>what scale could change</summary>{e(c.scale_note)}</details>"
     link = f'<small><a href="{e(c.chapter)}.html">{e(c.chapter)}</a> · <code>{e(c.id)}</code></small>'
     return (
@@ -96,6 +103,11 @@ def _row(v: Verdict) -> str:
         f"<div>{_published(v)}</div><div>{_ours(v)}</div>"
         f"<div>{_badge(v.verdict)}<small>{e(v.reason)}</small></div></div>"
     )
+
+
+def _code(text: str) -> str:
+    """`text` for HTML, what is in backticks as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
 
 
 def _published(v: Verdict) -> str:

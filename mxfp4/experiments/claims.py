@@ -15,7 +15,7 @@ import yaml
 
 from mxfp4.errors import UserError
 from mxfp4.experiments import published
-from mxfp4.experiments.metrics import METRICS, Effect, NoEffect, arms_of, check_arguments
+from mxfp4.experiments.metrics import METRICS, Effect, NoEffect, NoProbe, arms_of, check_arguments
 from mxfp4.experiments.study import Study, count, studies
 from mxfp4.training.paths import project_dir
 
@@ -24,7 +24,7 @@ VERDICTS = {
     "does not hold": "the interval lies wholly elsewhere",
     "undecided": "tested at a sufficient scale, and the interval allows both answers",
     "not tested at this scale": "the records are smaller, fewer or of other hardware than the claim needs",
-    "no records": "an arm of the claim has not been run",
+    "no records": "an arm of the claim has not been run, or not been probed",
 }
 PAPERS = ("P1", "P2", "both", "others")
 RULES = ("above", "below", "at_least", "at_most", "between", "within_factor")
@@ -239,9 +239,13 @@ def judge(claim: Claim, candidates: Sequence[Study]) -> Verdict:
 def _judge(claim: Claim, study: Study) -> Verdict:
     try:
         effect = METRICS[claim.metric](study, **claim.arguments)
+    except NoProbe as error:
+        return Verdict(claim, "no records", str(error), None, study)
     except NoEffect as error:
         lack = shortfall(claim, study, None)
-        return Verdict(claim, "not tested at this scale" if lack else "undecided", lack or str(error), None, study)
+        return Verdict(
+            claim, "not tested at this scale" if lack else "undecided", lack or str(error), None, study
+        )
     lack = shortfall(claim, study, effect)
     if lack:
         return Verdict(claim, "not tested at this scale", lack, effect, study)
@@ -257,21 +261,30 @@ def judge_all(claims: Iterable[Claim], records: Iterable) -> list[Verdict]:
     return [judge(claim, candidates) for claim in claims]
 
 
-def effect_text(effect: Effect | None) -> str:
-    """ "+8.4 % [+7.9, at least]": value and interval in the effect's unit."""
+# unit: factor, sign, what follows the value, decimals
+_PRINT = {
+    "share": (100, "+", " %", 1), "part": (100, "", " %", 1), "nats": (1, "+", " nats", 4), "ratio": (1, "", "x", 3),
+    "cosine": (1, "+", "", 3), "number": (1, "+", "", 2),
+}  # fmt: skip
+
+
+def effect_text(effect: Effect | None, *, unit: bool = True) -> str:
+    """ "+8.4 % [+7.9, ∞]": value and interval in the effect's unit, which is left out where a heading says it."""
     if effect is None:
         return "none"
-    factor, sign, unit, digits = {
-        "share": (100, "+", " %", 3), "nats": (1, "+", " nats", 3), "ratio": (1, "", "x", 4),
-        "cosine": (1, "+", "", 3), "number": (1, "+", "", 3),
-    }[effect.unit]  # fmt: skip
+    if effect.unit == "seeds":
+        return f"{effect.value * len(effect.seeds):.0f} of {len(effect.seeds)} seeds"
+    factor, sign, name, decimals = _PRINT[effect.unit]
+    ends = [x * factor for x in (effect.value, effect.low, effect.high) if math.isfinite(x) and x != 0]
+    if ends and max(map(abs, ends)) < 10.0**-decimals:  # small effects keep two digits
+        decimals = 1 - math.floor(math.log10(max(map(abs, ends))))
 
     def one(x: float) -> str:
         if math.isinf(x):
             return "∞" if x > 0 else "-∞"
-        return f"{x * factor:{sign}.{digits}g}"
+        return f"{x * factor:{sign}.{decimals}f}"
 
-    value = one(effect.value) + unit
+    value = one(effect.value) + (name if unit else "")
     if math.isnan(effect.low) or math.isnan(effect.high):
         return value
     return f"{value} [{one(effect.low)}, {one(effect.high)}]"

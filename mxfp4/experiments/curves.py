@@ -43,10 +43,14 @@ def mean_curves(study: Study, arms: Sequence[str], *, after: float = 0.0) -> pd.
     return _spread(frame, "eval_loss").rename(columns={"mean": "loss"})
 
 
-def difference_curves(study: Study, arms: Sequence[str], reference: str, *, after: float = 0.0) -> pd.DataFrame:
+def difference_curves(
+    study: Study, arms: Sequence[str], reference: str, *, after: float = 0.0
+) -> pd.DataFrame:
     """arm, tokens, difference (to the reference's loss at equal tokens and seed, mean), low, high (range), seeds."""
     frame = evaluations(study, dict.fromkeys((*arms, reference)))
-    base = frame[frame["arm"] == reference][["seed", "tokens", "eval_loss"]].rename(columns={"eval_loss": "base"})
+    base = frame[frame["arm"] == reference][["seed", "tokens", "eval_loss"]].rename(
+        columns={"eval_loss": "base"}
+    )
     frame = frame.merge(base, on=["seed", "tokens"])
     frame = frame[(frame["arm"] != reference) & (frame["tokens"] >= after * study.tokens)]
     frame = frame.assign(difference=frame["eval_loss"] - frame["base"])
@@ -85,12 +89,12 @@ def _overhead_text(effect: Effect | None) -> str:
         return "–"
     if math.isinf(effect.high):
         return f"more than {100 * (effect.value if math.isnan(effect.low) else effect.low):+.0f} %"
-    return effect_text(effect)
+    return effect_text(effect, unit=False)
 
 
 def at_column(at: float) -> str:
     """Heading of an overhead's column: the share of the reference's budget at which the target loss is read."""
-    return f"vs FP8, at {at:.0%}"
+    return f"% at {at:.0%}"
 
 
 def table1_frame(study: Study, *, ats: Sequence[float] = (0.5, 0.7, 0.85)) -> pd.DataFrame:
@@ -98,7 +102,8 @@ def table1_frame(study: Study, *, ats: Sequence[float] = (0.5, 0.7, 0.85)) -> pd
     rows = []
     for row in published.table1().itertuples():
         ours = {at_column(at): _overhead_text(_try("overhead", study, arm=row.recipe, at=at)) for at in ats}
-        rows.append({"scope": row.scope, "stabiliser": row.stabiliser, "P1": row.text, **ours, **_ends(study, row.recipe)})
+        ends = _ends(study, row.recipe, {"FP8": "fp8"})
+        rows.append({"scope": row.scope, "stabiliser": row.stabiliser, "P1": row.text, **ours, **ends})
     return pd.DataFrame(rows)
 
 
@@ -108,16 +113,16 @@ def arms_frame(study: Study, arms: Sequence[str], *, ats: Sequence[float] = (0.5
     for arm in arms:
         if arm in study.arms:
             ours = {at_column(at): _overhead_text(_try("overhead", study, arm=arm, at=at)) for at in ats}
-            rows.append({"arm": arm, **ours, **_ends(study, arm)})
+            rows.append({"arm": arm, **ours, **_ends(study, arm, {"FP8": "fp8", "BF16": "bf16"})})
     return pd.DataFrame(rows)
 
 
-def _ends(study: Study, arm: str) -> dict:
-    differences = {
-        f"final loss vs {name}": effect_text(e) if (e := _try("loss_difference", study, arm=arm, against=against)) else "–"
-        for name, against in (("FP8", "fp8"), ("BF16", "bf16"))
-    }
-    return {**differences, "outcome": outcome_text(study, arm)}
+def _ends(study: Study, arm: str, references: dict[str, str]) -> dict:
+    found = {}
+    for name, against in references.items():
+        effect = _try("loss_difference", study, arm=arm, against=against)
+        found[f"nats over {name}"] = effect_text(effect, unit=False) if effect else "–"
+    return {**found, "outcome": outcome_text(study, arm)}
 
 
 def overhead_points(study: Study, *, at: float = metrics.AT) -> pd.DataFrame:
@@ -127,11 +132,22 @@ def overhead_points(study: Study, *, at: float = metrics.AT) -> pd.DataFrame:
         label = f"{row.scope}, {row.stabiliser}" if row.stabiliser != "none" else row.scope
         finite = math.isfinite(row.low)
         low, high = (100 * row.low, 100 * row.high) if finite else (math.nan, math.nan)
-        rows.append({"label": label, "whose": "P1", "value": (low + high) / 2, "low": low, "high": high, "reached": finite})
+        rows.append(
+            {
+                "label": label,
+                "whose": "P1",
+                "value": (low + high) / 2,
+                "low": low,
+                "high": high,
+                "reached": finite,
+            }
+        )
         effect = _try("overhead", study, arm=row.recipe, at=at)
         if effect is not None:
             reached = math.isfinite(effect.high) or math.isnan(effect.high)
-            low, high = (100 * x if math.isfinite(x) else 100 * effect.value for x in (effect.low, effect.high))
+            low, high = (
+                100 * x if math.isfinite(x) else 100 * effect.value for x in (effect.low, effect.high)
+            )
             rows.append({"label": label, "whose": "ours", "value": 100 * effect.value, "low": low, "high": high,
                          "reached": reached})  # fmt: skip
     return pd.DataFrame(rows)
@@ -142,7 +158,9 @@ def rule_arm(rule: str, suffix: str) -> str:
     return f"mxfp4{'' if rule == 'even' else '+' + rule}{suffix}"
 
 
-def disagreement_frame(study: Study, *, rules: Sequence[str] = RULES, reference: str = "bf16") -> pd.DataFrame:
+def disagreement_frame(
+    study: Study, *, rules: Sequence[str] = RULES, reference: str = "bf16"
+) -> pd.DataFrame:
     """rule, rounding, arm, difference (final loss to the reference, nats), low, high, seeds, outcome; arms with records."""
     rows = []
     for rule in rules:

@@ -38,7 +38,9 @@ class Evidence:
     def need(self) -> Study:
         """The study. UserError with the command that makes it, while there is none."""
         if self.study is None:
-            raise UserError(f"no records of plan {self.plan.name} at scale {self.plan.scale.name}: {self.command}")
+            raise UserError(
+                f"no records of plan {self.plan.name} at scale {self.plan.scale.name}: {self.command}"
+            )
         return self.study
 
     @property
@@ -50,7 +52,9 @@ class Evidence:
         said = html.escape(self.study.describe() if self.study else "no records yet")
         parts = [f"<strong>Evidence.</strong> {said[:1].upper()}{said[1:]}."]
         if self.substitute:
-            parts.append("These settings are not those of the plan as it stands; they are what the store holds.")
+            parts.append(
+                "These settings are not those of the plan as it stands; they are what the store holds."
+            )
         if self.missing:
             parts.append(
                 f"Partial: {len(self.missing)} of {len(self.plan.arms)} arms are missing; "
@@ -73,11 +77,16 @@ class Sources:
                 self.names.setdefault(v.study.describe(), set()).update(v.study.names(*v.claim.arms))
 
     def _repr_html_(self) -> str:
-        parts = [f"<p>{html.escape(said[:1].upper() + said[1:])}.</p>{_folded(sorted(n))}" for said, n in self.names.items()]
+        parts = [
+            f"<p>{html.escape(said[:1].upper() + said[1:])}.</p>{_folded(sorted(n))}"
+            for said, n in self.names.items()
+        ]
         return f'<div class="mx-evidence"><p><strong>Evidence.</strong></p>{"".join(parts) or "<p>No records yet.</p>"}</div>'
 
     def __repr__(self) -> str:
-        return "; ".join(f"{said}: {', '.join(sorted(n))}" for said, n in self.names.items()) or "no records yet"
+        return (
+            "; ".join(f"{said}: {', '.join(sorted(n))}" for said, n in self.names.items()) or "no records yet"
+        )
 
 
 def _folded(names: Sequence[str]) -> str:
@@ -110,4 +119,9 @@ def gather(
         study = main_study(store, scale, arms=names)
     have = study.arms if study else {}
     missing = tuple(f"{c.recipe}-s{c.seed}" for c in wanted.arms if c.seed not in have.get(c.recipe, {}))
-    return Evidence(wanted, study if study and set(names) & have.keys() else None, missing, substitute and study is not None)
+    return Evidence(
+        wanted,
+        study if study and set(names) & have.keys() else None,
+        missing,
+        substitute and study is not None,
+    )

@@ -12,25 +12,28 @@ import pandas as pd
 
 from mxfp4.experiments.charts import PALETTE
 
-MILLION, BILLION = 1e6, 1e9
-
 
 def _scale(arms: Sequence[str]) -> alt.Scale:
     return alt.Scale(domain=list(arms), range=[PALETTE[i % len(PALETTE)] for i in range(len(arms))])
 
 
 def _tokens(frame: pd.DataFrame) -> tuple[float, str]:
-    return (BILLION, "tokens, billions") if frame["tokens"].max() >= BILLION else (MILLION, "tokens, millions")
+    size = frame["tokens"].max()
+    return next(
+        (u, f"tokens, {n}")
+        for u, n in ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
+        if size >= u
+    )
 
 
 def learning_curves(
-    frame: pd.DataFrame, *, y: str, title: str, y_title: str, subtitle: str = "", log_tokens: bool = False
+    frame: pd.DataFrame, *, y: str, title: str, y_title: str, subtitle: str = ""
 ) -> alt.LayerChart:
     """Mean curve of each arm with its band over seeds. frame: arm, tokens, `y`, low, high."""
     unit, x_title = _tokens(frame)
     arms = list(dict.fromkeys(frame["arm"]))
     chosen = alt.selection_point(fields=["arm"], bind="legend")
-    x = alt.X("x:Q", title=x_title, scale=alt.Scale(type="log" if log_tokens else "linear", zero=False, nice=False))
+    x = alt.X("x:Q", title=x_title, scale=alt.Scale(zero=False, nice=False))
     colour = alt.Color("arm:N", title=None, scale=_scale(arms), sort=arms)
     base = alt.Chart(frame.assign(x=frame["tokens"] / unit)).encode(x=x, color=colour)
     band = base.mark_area().encode(
@@ -57,20 +60,31 @@ def overheads(frame: pd.DataFrame, *, title: str) -> alt.LayerChart:
     bounds = frame[~frame["reached"]].copy()
     edge = max(30.0, float(frame["high"].max(skipna=True)) * 1.05)
     bounds["text"] = [
-        "does not converge (P1)" if r.whose == "P1" else f"ours: more than {r.value:.0f} %" for r in bounds.itertuples()
+        "does not converge (P1)" if r.whose == "P1" else f"ours: more than {r.value:.0f} %"
+        for r in bounds.itertuples()
     ]
     bounds["at"] = edge
     y = alt.Y("label:N", sort=order, title=None, axis=alt.Axis(labelLimit=220))
     offset = alt.YOffset("whose:N", sort=["P1", "ours"])
-    colour = alt.Color("whose:N", title=None, scale=alt.Scale(domain=["P1", "ours"], range=[PALETTE[6], PALETTE[0]]))
+    colour = alt.Color(
+        "whose:N", title=None, scale=alt.Scale(domain=["P1", "ours"], range=[PALETTE[6], PALETTE[0]])
+    )
     axis = alt.X("low:Q", title="token overhead over FP8, percent")
-    rule = alt.Chart(finite).mark_rule(strokeWidth=5, opacity=0.45).encode(x=axis, x2="high:Q", y=y, yOffset=offset, color=colour)
+    rule = (
+        alt.Chart(finite)
+        .mark_rule(strokeWidth=5, opacity=0.45)
+        .encode(x=axis, x2="high:Q", y=y, yOffset=offset, color=colour)
+    )
     point = alt.Chart(finite).mark_point().encode(
         x="value:Q", y=y, yOffset=offset, color=colour,
         tooltip=["label", "whose", alt.Tooltip("value:Q", format=".1f"), alt.Tooltip("low:Q", format=".1f"),
                  alt.Tooltip("high:Q", format=".1f")],
     )  # fmt: skip
-    layers = [alt.Chart(pd.DataFrame({"zero": [0]})).mark_rule(strokeDash=[3, 3]).encode(x="zero:Q"), rule, point]
+    layers = [
+        alt.Chart(pd.DataFrame({"zero": [0]})).mark_rule(strokeDash=[3, 3]).encode(x="zero:Q"),
+        rule,
+        point,
+    ]
     if len(bounds):
         layers.append(
             alt.Chart(bounds).mark_text(align="right", fontStyle="italic").encode(
@@ -80,16 +94,28 @@ def overheads(frame: pd.DataFrame, *, title: str) -> alt.LayerChart:
     return alt.layer(*layers).properties(title=title, height=alt.Step(26))
 
 
-def rule_by_rounding(frame: pd.DataFrame, *, title: str, rules: Sequence[str], roundings: Sequence[str], reference: str):
+def rule_by_rounding(
+    frame: pd.DataFrame, *, title: str, rules: Sequence[str], roundings: Sequence[str], reference: str
+):
     """Loss over the reference for each scale rule and rounding. frame: `curves.disagreement_frame`."""
     y = alt.Y("rule:N", sort=list(rules), title="scale rule")
     offset = alt.YOffset("rounding:N", sort=list(roundings))
     colour = alt.Color("rounding:N", title=None, scale=_scale(roundings), sort=list(roundings))
-    axis = alt.X("low:Q", title=f"final loss over {reference.upper()}, nats a token", scale=alt.Scale(zero=False))
+    axis = alt.X(
+        "low:Q", title=f"final loss over {reference.upper()}, nats a token", scale=alt.Scale(zero=False)
+    )
     finite = frame[frame["difference"].abs() < float("inf")]
-    rule = alt.Chart(finite).mark_rule(strokeWidth=4, opacity=0.4).encode(x=axis, x2="high:Q", y=y, yOffset=offset, color=colour)
-    point = alt.Chart(finite).mark_point(size=70).encode(
-        x="difference:Q", y=y, yOffset=offset, color=colour, tooltip=["arm", "text", "seeds", "outcome"]
+    rule = (
+        alt.Chart(finite)
+        .mark_rule(strokeWidth=4, opacity=0.4)
+        .encode(x=axis, x2="high:Q", y=y, yOffset=offset, color=colour)
+    )
+    point = (
+        alt.Chart(finite)
+        .mark_point(size=70)
+        .encode(
+            x="difference:Q", y=y, yOffset=offset, color=colour, tooltip=["arm", "text", "seeds", "outcome"]
+        )
     )
     return alt.layer(rule, point).properties(title=title, height=alt.Step(22))
 
@@ -109,7 +135,9 @@ def sr_bias(frame: pd.DataFrame, *, title: str, rules: Sequence[str]) -> alt.Lay
     return alt.layer(zero, line).properties(title=title)
 
 
-def mlperf(frame: pd.DataFrame, target: float, crossings: dict[str, float], *, title: str, after: float = 0.0):
+def mlperf(
+    frame: pd.DataFrame, target: float, crossings: dict[str, float], *, title: str, after: float = 0.0
+):
     """The two public curves, the target, and where each curve crosses it. frame: arm, samples, eval_loss."""
     arms = list(dict.fromkeys(frame["arm"]))
     shown = frame[frame["samples"] >= after].assign(x=frame["samples"] / 1000)
@@ -124,7 +152,9 @@ def mlperf(frame: pd.DataFrame, target: float, crossings: dict[str, float], *, t
                  alt.Tooltip("perplexity:Q", title="perplexity", format=".1f")],
     ).transform_calculate(perplexity="exp(datum.eval_loss)").add_params(chosen)  # fmt: skip
     goal = alt.Chart(pd.DataFrame({"goal": [target]})).mark_rule(strokeDash=[4, 4]).encode(y="goal:Q")
-    marks = pd.DataFrame({"arm": list(crossings), "x": [c / 1000 for c in crossings.values()], "eval_loss": target})
+    marks = pd.DataFrame(
+        {"arm": list(crossings), "x": [c / 1000 for c in crossings.values()], "eval_loss": target}
+    )
     cross = alt.Chart(marks).mark_point(shape="diamond", size=140, filled=False, strokeWidth=2).encode(
         x="x:Q", y="eval_loss:Q", color=colour,
         tooltip=["arm", alt.Tooltip("x:Q", title="crossing, thousand sequences", format=".1f")],

@@ -62,12 +62,22 @@ def overhead_frame(curves: pd.DataFrame, results: pd.DataFrame, target: float) -
     fine, grid = crossings(curves, target), grid_samples(curves, target)
     if {FP8, FP4} <= fine.keys():
         rows += [
-            ("run 0 of each, at the evaluation that ends it", grid[FP4] / grid[FP8] - 1, "logs, run 0", "log"),
+            (
+                "run 0 of each, at the evaluation that ends it",
+                grid[FP4] / grid[FP8] - 1,
+                "logs, run 0",
+                "log",
+            ),
             ("run 0 of each, crossing interpolated", fine[FP4] / fine[FP8] - 1, "logs, run 0", "log"),
         ]
     logged, stated = published.figure("log/overhead"), published.figure("token-overhead")
     rows += [
-        ("means of ten runs, at the evaluation that ends them", sample_overhead(results), "logs, ten runs", "log"),
+        (
+            "means of ten runs, at the evaluation that ends them",
+            sample_overhead(results),
+            "logs, ten runs",
+            "log",
+        ),
         ("means of ten runs, crossing interpolated", logged.high, logged.source, logged.mark),
         ("P1", stated.low, stated.source, stated.mark),
     ]

@@ -36,7 +36,8 @@ class Effect:
     """Interval; NaN when it is not known, infinite when open."""
     high: float
     unit: str
-    """share, nats, ratio, cosine or number: how it is printed."""
+    """How it is printed: share (signed percent), part (percent of a whole), seeds (how many of them), nats, ratio,
+    cosine, number."""
     seeds: tuple[int, ...]
     over: str = "seeds"
     """What the interval is over."""
@@ -46,6 +47,10 @@ class Effect:
 
 class NoEffect(UserError):
     """The records are there and cannot answer: the reason in one line."""
+
+
+class NoProbe(NoEffect):
+    """The runs are there and were not probed for this."""
 
 
 def target_loss(study: Study, reference: str, at: float) -> float:
@@ -79,14 +84,18 @@ def _overheads(study: Study, arm: str, reference: str, target: float) -> dict[in
         tokens = study.tokens if reached is None else reached
         found[seed] = _Overhead(tokens / base - 1, reached is None)
     if not found:
-        raise NoEffect(f"{reference} does not reach the target of {target:.3f} nats a token in a seed that {arm} has")
+        raise NoEffect(
+            f"{reference} does not reach the target of {target:.3f} nats a token in a seed that {arm} has"
+        )
     return found
 
 
 def _final(study: Study, arm: str) -> dict[int, float]:
     """{seed: last evaluation}, infinite where the arm diverged."""
     gone = study.diverged(arm)
-    return {s: math.inf if s in gone else c["eval_loss"].dropna().iloc[-1] for s, c in study.curves(arm).items()}
+    return {
+        s: math.inf if s in gone else c["eval_loss"].dropna().iloc[-1] for s, c in study.curves(arm).items()
+    }
 
 
 def _estimate(values: dict[int, float], unit: str, note: str = "") -> Effect:
@@ -104,7 +113,9 @@ def _estimate(values: dict[int, float], unit: str, note: str = "") -> Effect:
 
 
 def _gone(study: Study, *arms: str) -> str:
-    parts = [f"{arm} diverged in seed {', '.join(map(str, gone))}" for arm in arms if (gone := study.diverged(arm))]
+    parts = [
+        f"{arm} diverged in seed {', '.join(map(str, gone))}" for arm in arms if (gone := study.diverged(arm))
+    ]
     return "; ".join(parts)
 
 
@@ -124,7 +135,9 @@ def overhead(study: Study, *, arm: str, reference: str = "fp8", at: float = AT) 
     return _bounded(effect, [arm] if any(o.bound for o in found.values()) else [], [])
 
 
-def overhead_difference(study: Study, *, arm: str, against: str, reference: str = "fp8", at: float = AT) -> Effect:
+def overhead_difference(
+    study: Study, *, arm: str, against: str, reference: str = "fp8", at: float = AT
+) -> Effect:
     """Overhead of `arm` less that of `against`, paired by seed: 0.1 is ten percent points more tokens."""
     target = target_loss(study, reference, at)
     a, b = _overheads(study, arm, reference, target), _overheads(study, against, reference, target)
@@ -147,7 +160,9 @@ def convergence(study: Study, *, arm: str, reference: str = "fp8", at: float = 0
     reached = [0.0 if o.bound or seed in gone else 1.0 for seed, o in found.items()]
     note = f"given {1 / at:.2g} times the tokens of {reference}"
     note = "; ".join(p for p in (_gone(study, arm), note) if p)
-    return Effect(float(np.mean(reached)), min(reached), max(reached), "share", tuple(found), "seeds, their range", note)
+    return Effect(
+        float(np.mean(reached)), min(reached), max(reached), "seeds", tuple(found), "seeds, their range", note
+    )
 
 
 def loss_difference(study: Study, *, arm: str, against: str) -> Effect:
@@ -194,7 +209,7 @@ def remaining_gap(study: Study, *, arm: str, against: str, reference: str = "fp8
         else:
             low, high = -math.inf, math.inf
             note = "; ".join(p for p in (note, f"{against} is not behind {reference} in every seed") if p)
-    return Effect(value, low, high, "share", tuple(shared), note=note)
+    return Effect(value, low, high, "part", tuple(shared), note=note)
 
 
 def roughness(study: Study, *, arm: str, reference: str = "fp8") -> Effect:
@@ -220,7 +235,7 @@ def published_order(study: Study, *, reference: str = "fp8", at: float = AT) -> 
     for seed in set.intersection(*(set(f) for f in found.values())):
         ours = {arm: math.inf if f[seed].bound else f[seed].value for arm, f in found.items()}
         values[seed] = float(np.mean([ours[a] < ours[b] for a, b in pairs]))
-    return _estimate(values, "share")
+    return _estimate(values, "part")
 
 
 def end_to_end(study: Study, *, arm: str, reference: str = "fp8", at: float = AT) -> Effect:
@@ -246,7 +261,7 @@ def probe(
     recipe: what was applied to the tensors; the arm's own if not said (see `mxfp4.experiments.probes`).
     """
     rows = _by_layer(study, metric, probed, gemm, tensor, recipe)
-    return _over_layers(rows.mean(axis=1), study, metric, probed)
+    return _over_layers(rows.mean(axis=1), metric, "share" if metric.endswith("bias") else "part")
 
 
 def probe_difference(
@@ -265,10 +280,12 @@ def probe_difference(
     a = _by_layer(study, metric, probed, gemm, tensor, recipe).mean(axis=1)
     other = against_metric or metric
     b = _by_layer(study, other, probed_against or probed, gemm, tensor, against_recipe or recipe).mean(axis=1)
-    return _over_layers((a - b).dropna(), study, metric, probed)
+    return _over_layers((a - b).dropna(), metric, "share")
 
 
-def _by_layer(study: Study, metric: str, arm: str, gemm: str, tensor: str, recipe: str | None) -> pd.DataFrame:
+def _by_layer(
+    study: Study, metric: str, arm: str, gemm: str, tensor: str, recipe: str | None
+) -> pd.DataFrame:
     """(seed, layer) x step of one probe metric, layers only."""
     rows = study.probes
     recipe = recipe or arm
@@ -277,14 +294,15 @@ def _by_layer(study: Study, metric: str, arm: str, gemm: str, tensor: str, recip
         & (rows["gemm"] == gemm) & (rows["tensor"] == tensor) & (rows["layer"] != "all")
     ].dropna(subset="value")  # fmt: skip
     if chosen.empty:
-        raise NoEffect(f"no probe of {metric} ({gemm or 'any'} {tensor}, {recipe}) in the records of {arm}")
+        raise NoProbe(f"no probe of {metric} ({gemm or 'any'} {tensor}, {recipe}) in the records of {arm}")
     return chosen.pivot_table(index=["seed", "layer"], columns="step", values="value")
 
 
-def _over_layers(values: pd.Series, study: Study, metric: str, arm: str) -> Effect:
+def _over_layers(values: pd.Series, metric: str, unit: str) -> Effect:
     if values.empty:
-        raise NoEffect(f"no layer in which both sides of {metric} were probed")
-    unit = "cosine" if metric.startswith(("pattern", "cosine")) else "share"
+        raise NoProbe(f"no layer in which both sides of {metric} were probed")
+    if metric.startswith(("pattern", "cosine")):
+        unit = "cosine"
     if metric.startswith(("kurtosis", "peak", "log2")):
         unit = "number"
     e = efficiency.paired_mean(dict(enumerate(values.to_numpy())))
@@ -311,7 +329,9 @@ def predicts_loss(
     resampled = [ranks.iloc[d] for d in draws]
     values = [float(r[0].corr(r[1])) for r in resampled if r[0].nunique() > 1 and r[1].nunique() > 1]
     low, high = np.quantile(values, [0.025, 0.975])
-    return Effect(float(ranks[0].corr(ranks[1])), float(low), float(high), "cosine", study.seeds, f"{len(points)} arms")
+    return Effect(
+        float(ranks[0].corr(ranks[1])), float(low), float(high), "cosine", study.seeds, f"{len(points)} arms"
+    )
 
 
 METRICS: dict[str, Callable[..., Effect]] = {

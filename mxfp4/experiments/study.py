@@ -68,7 +68,9 @@ class Study:
 
     def diverged(self, arm: str) -> tuple[int, ...]:
         """Seeds in which the arm diverged."""
-        return tuple(s for s, r in sorted(self.arms.get(arm, {}).items()) if r.outcome["status"] == "diverged")
+        return tuple(
+            s for s, r in sorted(self.arms.get(arm, {}).items()) if r.outcome["status"] == "diverged"
+        )
 
     @cached_property
     def probes(self) -> pd.DataFrame:
@@ -112,11 +114,15 @@ def studies(records: Iterable[Record]) -> list[Study]:
         what = [setting(record.config), record.machine["device_type"], record.machine["path"]]
         groups.setdefault(json.dumps(what, sort_keys=True), []).append(record)
     # Of two records of an arm and seed the probed one counts: it comes last, and `arms` keeps the last.
-    found = [Study(tuple(sorted(g, key=lambda r: (len(r.config.probe_steps), r.run_id)))) for g in groups.values()]
+    found = [
+        Study(tuple(sorted(g, key=lambda r: (len(r.config.probe_steps), r.run_id)))) for g in groups.values()
+    ]
     return sorted(found, key=lambda s: (-s.parameters * s.tokens, -len(s.records), s.describe()))
 
 
-def main_study(store: Store, scale: str, *, arms: Iterable[str] = (), corpus: str | None = None) -> Study | None:
+def main_study(
+    store: Store, scale: str, *, arms: Iterable[str] = (), corpus: str | None = None
+) -> Study | None:
     """The study of a scale that holds most of `arms` (then most records); None without any record that fits."""
     wanted = set(arms)
     fitting = [s for s in studies(store.load(scale)) if corpus in (None, s.config.corpus)]

@@ -9,7 +9,9 @@ from mxfp4.experiments.store import Store
 from mxfp4.training.config import ModelConfig, TrainConfig
 from mxfp4.training.loop import TrainResult
 
-BIG = ModelConfig(vocab_size=64, dim=512, n_layers=10, n_heads=8, n_kv_heads=4, ffn_dim=1408, max_seq_len=1024)
+BIG = ModelConfig(
+    vocab_size=64, dim=512, n_layers=10, n_heads=8, n_kv_heads=4, ffn_dim=1408, max_seq_len=1024
+)
 """Large enough for the ledger's `trend`; nothing of it is ever built."""
 SMALL = ModelConfig(vocab_size=64, dim=64, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=64, max_seq_len=1024)
 
@@ -34,7 +36,9 @@ def curve(c: TrainConfig, slowdown: float = 1.0, offset: float = 0.0, until: int
     return rows
 
 
-def put(store: Store, c: TrainConfig, *, slowdown=1.0, offset=0.0, diverged_at=None, probes=(), speed=1000.0) -> None:
+def put(
+    store: Store, c: TrainConfig, *, slowdown=1.0, offset=0.0, diverged_at=None, probes=(), speed=1000.0
+) -> None:
     rows = curve(c, slowdown, offset, diverged_at)
     status, step = ("diverged", diverged_at) if diverged_at else ("finished", c.steps)
     outcome = {
@@ -57,7 +61,9 @@ def fill(
     return store
 
 
-def probe_rows(metric: str, values: Mapping[str, float], *, gemm="wgrad", tensor="dw", layers=4, spread=0.01) -> list[dict]:
+def probe_rows(
+    metric: str, values: Mapping[str, float], *, gemm="wgrad", tensor="dw", layers=4, spread=0.01
+) -> list[dict]:
     """Rows of a probe: {recipe: mean}, over some layers and two steps."""
     noise = np.linspace(-spread, spread, layers)
     return [

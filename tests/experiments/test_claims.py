@@ -11,7 +11,15 @@ from fake_studies import SMALL, config, fill, probe_rows, put
 from mxfp4.errors import UserError
 from mxfp4.experiments import cli, published
 from mxfp4.experiments.board import Board
-from mxfp4.experiments.claims import VERDICTS, decide, effect_text, judge_all, ledger_path, load_ledger, rule_text
+from mxfp4.experiments.claims import (
+    VERDICTS,
+    decide,
+    effect_text,
+    judge_all,
+    ledger_path,
+    load_ledger,
+    rule_text,
+)
 from mxfp4.experiments.metrics import Effect
 from mxfp4.experiments.scales import SCALES
 from mxfp4.experiments.store import Store
@@ -34,7 +42,9 @@ def store(tmp_path):
 
 def test_holds(store):
     v = verdict("h1-wgrad", fill(store, {**REAL, "mxfp4": lambda s: 1.25 + 0.01 * s}))
-    assert v.verdict == "holds" and v.effect.low > 0.1 and v.effect.seeds == (0, 1, 2) and v.study.scale == "gpu"
+    assert (
+        v.verdict == "holds" and v.effect.low > 0.1 and v.effect.seeds == (0, 1, 2) and v.study.scale == "gpu"
+    )
     assert v.reason == "holds when above 0"
 
 
@@ -66,7 +76,11 @@ def test_few_tokens_and_other_hardware_are_no_test(store):
 def test_one_seed_only(store):
     fill(store, {**REAL, "mxfp4": 1.25}, seeds=(0,))
     v = verdict("h1-wgrad", store)
-    assert v.verdict == "not tested at this scale" and v.reason == "needs 3 seeds (here 1)" and v.effect.value > 0.1
+    assert (
+        v.verdict == "not tested at this scale"
+        and v.reason == "needs 3 seeds (here 1)"
+        and v.effect.value > 0.1
+    )
     v = verdict("h1-wgrad", store, needs={"seeds": 1})
     assert v.verdict == "not tested at this scale" and "no interval" in v.reason
 
@@ -81,7 +95,17 @@ def test_arms_without_a_shared_seed_have_no_effect(store):
     fill(store, {"fp8": 1.0, "mxfp4-fprop-dgrad": 1.1}, seeds=(0, 1, 2))
     fill(store, {"mxfp4": 1.2}, seeds=(3, 4, 5))
     v = verdict("h1-wgrad", store)
-    assert v.effect is None and v.verdict in ("undecided", "not tested at this scale") and "does not reach" in v.reason
+    assert (
+        v.effect is None
+        and v.verdict in ("undecided", "not tested at this scale")
+        and "does not reach" in v.reason
+    )
+
+
+def test_a_run_that_was_not_probed_is_no_record(store):
+    fill(store, {"bf16": 1.0})
+    v = verdict("p2-mismatch", store)
+    assert v.verdict == "no records" and "no probe of scale_changes" in v.reason
 
 
 def test_divergence_decides(store):
@@ -172,7 +196,10 @@ def write(tmp_path, change):
         (lambda d, e: e["arguments"].update(att=1), "no argument 'att'; known: arm"),
         (lambda d, e: e.update(figure="h9"), "published figure 'h9' is not known; known: "),
         (lambda d, e: e.update(holds={"over": 0}), "is not one rule; known: above"),
-        (lambda d, e: e.update(holds={"within_factor": 2}), "needs a factor above 1 and a positive published figure"),
+        (
+            lambda d, e: e.update(holds={"within_factor": 2}),
+            "needs a factor above 1 and a positive published figure",
+        ),
         (lambda d, e: e.update(needs="much"), "needs 'much' is not known; known: any"),
         (lambda d, e: e.update(needs={"sedes": 3}), "unknown need 'sedes'; known: parameters"),
         (lambda d, e: e.update(paper="P3"), "paper 'P3' is not known; known: P1, P2"),
@@ -203,7 +230,9 @@ def test_the_books_ledger():
     wanted = set().union(*(set(c.arms) for c in LEDGER.values()))
     from mxfp4.experiments.plan import plan
 
-    assert wanted <= {c.recipe for c in plan("all", SCALES["gpu"]).arms}, "a claim needs an arm that no plan trains"
+    assert wanted <= {c.recipe for c in plan("all", SCALES["gpu"]).arms}, (
+        "a claim needs an arm that no plan trains"
+    )
 
 
 def toc():
@@ -218,11 +247,18 @@ def test_command(store, monkeypatch, capsys):
     by_id = {d["id"]: d for d in data}
     assert len(data) == len(LEDGER) and {d["verdict"] for d in data} <= set(VERDICTS)
     assert by_id["h1-wgrad"]["verdict"] == "holds" and len(by_id["h1-wgrad"]["study"]["records"]) == 9
-    assert by_id["h1-wgrad"]["published"]["mark"] == "P1" and by_id["h1-wgrad"]["effect"]["seeds"] == [0, 1, 2]
+    assert by_id["h1-wgrad"]["published"]["mark"] == "P1" and by_id["h1-wgrad"]["effect"]["seeds"] == [
+        0,
+        1,
+        2,
+    ]
     assert cli.main(["claims", "--id", "h2-sr", "--scale", "gpu"]) == 0
     out = capsys.readouterr().out
     assert "HOLDS" in out and "1 claims: 1 holds" in out and "diverged" in out
-    assert cli.main(["claims", "--id", "h7"]) == 1 and "'h7' is not in the ledger; known" in capsys.readouterr().err
+    assert (
+        cli.main(["claims", "--id", "h7"]) == 1
+        and "'h7' is not in the ledger; known" in capsys.readouterr().err
+    )
     assert cli.main(["claims", "--scale", "moon"]) == 1 and "unknown scale 'moon'" in capsys.readouterr().err
 
 
@@ -231,14 +267,20 @@ def test_board_shows_every_claim_escaped(store):
     verdicts = judge_all(LEDGER.values(), store.load())
     verdicts[0] = replace(verdicts[0], reason="<script>")
     page = Board(verdicts)._repr_html_()
-    assert all(f'id="claim-{name}"' in page for name in LEDGER) and "<script>" not in page and "&lt;script&gt;" in page
+    assert (
+        all(f'id="claim-{name}"' in page for name in LEDGER)
+        and "<script>" not in page
+        and "&lt;script&gt;" in page
+    )
     assert page.count('<div class="mx-claim"') == len(LEDGER)
 
 
 def test_effects_are_printed_with_their_unit():
     assert effect_text(Effect(0.084, 0.079, math.inf, "share", (0,))) == "+8.4 % [+7.9, ∞]"
     assert effect_text(Effect(0.0213, math.nan, math.nan, "nats", (0,))) == "+0.0213 nats"
-    assert effect_text(Effect(1.12, 1.1, 1.13, "ratio", (0,))) == "1.12x [1.1, 1.13]"
+    assert effect_text(Effect(-4.2e-5, -5e-5, -3e-5, "share", (0,))) == "-0.0042 % [-0.0050, -0.0030]"
+    assert effect_text(Effect(1 / 3, 0, 1, "seeds", (0, 1, 2))) == "1 of 3 seeds"
+    assert effect_text(Effect(1.12, 1.1, 1.13, "ratio", (0,))) == "1.120x [1.100, 1.130]"
     assert effect_text(None) == "none"
 
 

@@ -29,7 +29,7 @@ def test_table1_beside_ours(study):
     plain, sr = frame.loc["Fprop + Dgrad + Wgrad", "none"], frame.loc["all three", "stochastic rounding"]
     assert plain["P1"] == "26-27 %" and plain[curves.at_column(0.7)].startswith("+26")
     assert sr["P1"] == "does not converge" and sr[curves.at_column(0.85)].startswith("more than +1")
-    assert "seed 0 diverged at step 500" in sr["outcome"] and sr["final loss vs FP8"].startswith("∞")
+    assert "seed 0 diverged at step 500" in sr["outcome"] and sr["nats over FP8"].startswith("∞")
     assert frame.loc["Fprop + Dgrad", "none"][curves.at_column(0.7)] == "–"  # not run
 
 
@@ -64,13 +64,20 @@ def test_overhead_points_keep_bounds_apart(study):
 
 def test_every_chart_is_valid_and_has_a_title(study, tmp_path):
     table, results = published.mlperf_curves(), published.mlperf_results()
-    store = fill(Store(tmp_path / "rules"), {"bf16": 1, "mxfp4": 1.1, "mxfp4+sr": 1.2, "mxfp4+rceil": 1.1, "mxfp4+rceil+sr": math.inf})
+    store = fill(
+        Store(tmp_path / "rules"),
+        {"bf16": 1, "mxfp4": 1.1, "mxfp4+sr": 1.2, "mxfp4+rceil": 1.1, "mxfp4+rceil+sr": math.inf},
+    )
     frame = curves.disagreement_frame(studies(store.load())[0])
     assert len(frame) == 4 and frame["difference"].max() == math.inf
     made = [
-        figures.learning_curves(curves.mean_curves(study, ["fp8", "mxfp4"]), y="loss", title="T", y_title="nats"),
+        figures.learning_curves(
+            curves.mean_curves(study, ["fp8", "mxfp4"]), y="loss", title="T", y_title="nats"
+        ),
         figures.overheads(curves.overhead_points(study), title="T"),
-        figures.rule_by_rounding(frame, title="T", rules=curves.RULES, roundings=list(curves.ROUNDINGS.values()), reference="bf16"),
+        figures.rule_by_rounding(
+            frame, title="T", rules=curves.RULES, roundings=list(curves.ROUNDINGS.values()), reference="bf16"
+        ),
         figures.sr_bias(sr_bias_frame(["rceil"], points=4, draws=2), title="T", rules=["rceil"]),
         figures.mlperf(table, 3.3, logs.crossings(table, 3.3), title="T"),
         logs.break_even_chart(results),
@@ -89,7 +96,9 @@ def test_mlperf_arithmetic():
     assert logs.sample_overhead(results) == pytest.approx(0.0413, abs=1e-4)
     assert logs.step_speed(results) == pytest.approx(1.193, abs=1e-3)
     speed = logs.speed_frame(results)
-    assert speed["end_to_end"].iloc[0] == pytest.approx(1.21 / 1.08) and speed["stated"].iloc[-1] == pytest.approx(1.1436, abs=1e-4)
+    assert speed["end_to_end"].iloc[0] == pytest.approx(1.21 / 1.08) and speed["stated"].iloc[
+        -1
+    ] == pytest.approx(1.1436, abs=1e-4)
     quantum = logs.overhead_frame(table, results, 3.3)["overhead"].iloc[0]
     assert 0.065 < quantum < 0.07
     assert len(logs.overhead_frame(table, results, 3.0)) == 4  # neither curve gets there
@@ -99,7 +108,9 @@ def test_mlperf_arithmetic():
 
 
 def test_sr_is_biased_only_where_a_rule_clips():
-    summary = bias_summary(sr_bias_frame(["floor", "even", "ceil", "rceil", PRESCALED], points=17, draws=64)).set_index("rule")
+    summary = bias_summary(
+        sr_bias_frame(["floor", "even", "ceil", "rceil", PRESCALED], points=17, draws=64)
+    ).set_index("rule")
     # floor: values in (6, 8) round to 6, so the worst bias is toward 6/8 - 1; even: to 6/7 - 1
     assert summary.loc["floor", "worst"] == pytest.approx(100 * (6 / 7.7647 - 1), abs=0.01)
     assert -15 < summary.loc["even", "worst"] < -10
@@ -113,17 +124,27 @@ def test_gather_says_what_is_missing(tmp_path):
     c = replace(SCALES["gpu"].config("bf16", 0), corpus="prose")
     put(store, c)
     evidence = gather("table1", "gpu", store=store)
-    assert evidence.arms == ["bf16"] and not evidence.substitute and len(evidence.missing) == len(evidence.plan.arms) - 1
+    assert (
+        evidence.arms == ["bf16"]
+        and not evidence.substitute
+        and len(evidence.missing) == len(evidence.plan.arms) - 1
+    )
     page = evidence._repr_html_()
     assert "mxfp4 train --plan table1 --scale gpu" in page and "bf16-s0-" in page and "Partial" in page
-    with pytest.raises(UserError, match="no records of plan p2 at scale mi355x: mxfp4 train --plan p2 --scale mi355x"):
+    with pytest.raises(
+        UserError, match="no records of plan p2 at scale mi355x: mxfp4 train --plan p2 --scale mi355x"
+    ):
         gather("p2", "mi355x", store=store).need()
 
 
 def test_gather_falls_back_to_other_settings_and_says_so(tmp_path):
     store = fill(Store(tmp_path), {"bf16": 1.0, "fp8": 1.0}, seeds=(0,))
     evidence = gather("table1", "gpu", store=store)
-    assert evidence.substitute and evidence.arms == ["bf16", "fp8"] and "not those of the plan" in evidence._repr_html_()
+    assert (
+        evidence.substitute
+        and evidence.arms == ["bf16", "fp8"]
+        and "not those of the plan" in evidence._repr_html_()
+    )
     with pytest.raises(UserError, match="no records"):
         gather("table1", "gpu", store=store, steps=77).need()
 
