@@ -8,7 +8,7 @@
 
 from mxfp4.numerics.hadamard import Hadamard, hadamard_transform
 from mxfp4.numerics.matmul import matmul
-from mxfp4.numerics.quantize import fake_quantize, quantize
+from mxfp4.numerics.quantize import fake_quantize, fake_quantize_pair, quantize, quantize_pair
 from mxfp4.numerics.tensor import MXTensor
 from mxfp4.numerics.version import SEMANTICS_VERSION
 from mxfp4.training.linear import MXFP4Linear, convert, set_step
@@ -26,9 +26,11 @@ __all__ = [
     "Recipe",
     "convert",
     "fake_quantize",
+    "fake_quantize_pair",
     "hadamard_transform",
     "matmul",
     "quantize",
+    "quantize_pair",
     "recipe",
     "set_step",
 ]

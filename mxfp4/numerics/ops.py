@@ -2,7 +2,8 @@
 
 A compiler that saw the arithmetic could fuse, recompute or contract it; as operators the eager, compiled and
 checkpointed runs execute the same code and give the same bytes. Arguments are checked in `quantize.py`. The
-quantizers return their results with `axis` last; `seed` is a 0-d int64 tensor, `signs` FP32 [hadamard].
+quantizers return their results with the block axis last; `seed` is a 0-d int64 tensor, `signs` FP32 [hadamard].
+The pairs quantize a matrix along both its axes, each in its own way, from one read of it.
 """
 
 from __future__ import annotations
@@ -11,13 +12,24 @@ import torch
 from torch import Tensor
 
 from mxfp4.numerics.formats import BLOCK, ELEMS
-from mxfp4.numerics.kernels.quantize_torch import BlockSpec, quantize_dequantize, quantize_packed
+from mxfp4.numerics.kernels import quantize_matrix
+from mxfp4.numerics.kernels.quantize_torch import BlockSpec, Orientation
 
-_HOW = "int axis, str block, str elem, str scale_rule, bool stochastic, int hadamard, Tensor? signs, Tensor? seed, int stream"
 _library = torch.library.Library("mxfp4", "DEF")
+
+
+def _how(prefix: str = "") -> str:
+    kinds = {"block": "str", "elem": "str", "scale_rule": "str", "stochastic": "bool", "hadamard": "int"}
+    kinds |= {"signs": "Tensor?", "stream": "int"}
+    return ", ".join(f"{kind} {prefix}{name}" for name, kind in kinds.items())
+
+
 _library.define("draw_seed(Tensor(a!) counter) -> Tensor")
-_library.define(f"quantize(Tensor x, {_HOW}) -> (Tensor, Tensor)")
-_library.define(f"fake_quantize(Tensor x, {_HOW}, ScalarType dtype) -> Tensor")
+_library.define(f"quantize(Tensor x, int axis, {_how()}, Tensor? seed) -> (Tensor, Tensor)")
+_library.define(f"fake_quantize(Tensor x, int axis, {_how()}, Tensor? seed, ScalarType dtype) -> Tensor")
+_pair = f"Tensor x, {_how('row_')}, {_how('col_')}, Tensor? seed"
+_library.define(f"quantize_pair({_pair}) -> (Tensor, Tensor, Tensor, Tensor)")
+_library.define(f"fake_quantize_pair({_pair}, ScalarType dtype) -> (Tensor, Tensor)")
 
 
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed 64-bit integer: spreads successive counters
@@ -35,33 +47,83 @@ def _draw_seed_shape(counter):
     return counter.new_empty(())
 
 
-def _last(x: Tensor, axis: int) -> Tensor:
-    return x.movedim(axis, -1).contiguous().float()
+def _orientation(how: tuple, dtype: torch.dtype | None) -> Orientation:
+    block, elem, scale_rule, stochastic, hadamard, signs, stream = how
+    return Orientation(BlockSpec(ELEMS[elem], block, scale_rule, stochastic, hadamard, stream), signs, dtype)
+
+
+def _along(x: Tensor, axis: int, how: tuple, seed: Tensor | None, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """(values, scales) of `x` along `axis`, as a batch of matrices with the axis last or in the middle."""
+    axis %= x.ndim
+    before, k, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
+    one = _orientation(how, dtype)
+    if after:
+        shape = (*before, *after, k)
+        _, (values, scales) = quantize_matrix(x.reshape(before.numel(), k, after.numel()), None, one, seed)
+    else:
+        shape = (*before, k)
+        rows = before[-1] if before else 1
+        if one.spec.block == "1d" and x.is_contiguous():
+            rows = before.numel()
+        (values, scales), _ = quantize_matrix(x.reshape(before.numel() // max(rows, 1), rows, k), one, None, seed)
+    if dtype is not None:
+        return values.view(shape), values
+    return values.view(*shape[:-1], values.shape[-1]), scales.view(_scale_shape(shape, one.spec.block))
+
+
+def _scale_shape(shape: tuple[int, ...], block: str) -> list[int]:
+    *rows, k = shape
+    return [*rows[:-1], rows[-1] // BLOCK, k // BLOCK] if block == "2d" else [*rows, k // BLOCK]
 
 
 @torch.library.impl(_library, "quantize", "CompositeExplicitAutograd")
-def _quantize(x, axis, block, elem, scale_rule, stochastic, hadamard, signs, seed, stream):
-    spec = BlockSpec(ELEMS[elem], block, scale_rule, stochastic, hadamard, stream)
-    return quantize_packed(_last(x, axis), spec, signs, seed)
+def _quantize(x, axis, block, elem, scale_rule, stochastic, hadamard, signs, stream, seed):
+    return _along(x, axis, (block, elem, scale_rule, stochastic, hadamard, signs, stream), seed, None)
 
 
 @torch.library.impl(_library, "fake_quantize", "CompositeExplicitAutograd")
-def _fake_quantize(x, axis, block, elem, scale_rule, stochastic, hadamard, signs, seed, stream, dtype):
-    spec = BlockSpec(ELEMS[elem], block, scale_rule, stochastic, hadamard, stream)
-    return quantize_dequantize(_last(x, axis), spec, signs, seed, dtype)
+def _fake_quantize(x, axis, block, elem, scale_rule, stochastic, hadamard, signs, stream, seed, dtype):
+    return _along(x, axis, (block, elem, scale_rule, stochastic, hadamard, signs, stream), seed, dtype)[0]
+
+
+@torch.library.impl(_library, "quantize_pair", "CompositeExplicitAutograd")
+def _quantize_pair(x, *how):
+    row, col, seed = how[:7], how[7:14], how[14]
+    row, col = quantize_matrix(x[None], _orientation(row, None), _orientation(col, None), seed)
+    return row[0][0], row[1][0], col[0][0], col[1][0]
+
+
+@torch.library.impl(_library, "fake_quantize_pair", "CompositeExplicitAutograd")
+def _fake_quantize_pair(x, *how):
+    row, col, seed, dtype = how[:7], how[7:14], how[14], how[15]
+    row, col = quantize_matrix(x[None], _orientation(row, dtype), _orientation(col, dtype), seed)
+    return row[0][0], col[0][0]
+
+
+def _packed_shapes(x: Tensor, shape: tuple[int, ...], block: str, elem: str) -> tuple[Tensor, Tensor]:
+    packed = shape[-1] // 2 if ELEMS[elem].bits == 4 else shape[-1]
+    scale = x.new_empty(_scale_shape(shape, block), dtype=torch.uint8)
+    return x.new_empty([*shape[:-1], packed], dtype=torch.uint8), scale
 
 
 @torch.library.register_fake("mxfp4::quantize", lib=_library)
-def _quantize_shape(x, axis, block, elem, scale_rule, stochastic, hadamard, signs, seed, stream):
-    *rows, k = x.movedim(axis, -1).shape
-    scale_rows = [*rows[:-1], rows[-1] // BLOCK] if block == "2d" else rows
-    packed = k // 2 if ELEMS[elem].bits == 4 else k
-    return x.new_empty([*rows, packed], dtype=torch.uint8), x.new_empty([*scale_rows, k // BLOCK], dtype=torch.uint8)
+def _quantize_shape(x, axis, block, elem, scale_rule, stochastic, hadamard, signs, stream, seed):
+    return _packed_shapes(x, x.movedim(axis, -1).shape, block, elem)
 
 
 @torch.library.register_fake("mxfp4::fake_quantize", lib=_library)
-def _fake_quantize_shape(x, axis, block, elem, scale_rule, stochastic, hadamard, signs, seed, stream, dtype):
+def _fake_quantize_shape(x, axis, block, elem, scale_rule, stochastic, hadamard, signs, stream, seed, dtype):
     return x.new_empty(x.movedim(axis, -1).shape, dtype=dtype)
+
+
+@torch.library.register_fake("mxfp4::quantize_pair", lib=_library)
+def _quantize_pair_shape(x, *how):
+    return *_packed_shapes(x, x.shape, *how[:2]), *_packed_shapes(x, x.shape[::-1], *how[7:9])
+
+
+@torch.library.register_fake("mxfp4::fake_quantize_pair", lib=_library)
+def _fake_quantize_pair_shape(x, *how):
+    return x.new_empty(x.shape, dtype=how[15]), x.new_empty(x.shape[::-1], dtype=how[15])
 
 
 # int64 [2], (key, draws so far) -> the next seed; counts the draw. As one operator it cannot be recomputed after the
@@ -69,3 +131,5 @@ def _fake_quantize_shape(x, axis, block, elem, scale_rule, stochastic, hadamard,
 draw_seed = torch.ops.mxfp4.draw_seed.default
 quantize = torch.ops.mxfp4.quantize.default
 fake_quantize = torch.ops.mxfp4.fake_quantize.default
+quantize_pair = torch.ops.mxfp4.quantize_pair.default
+fake_quantize_pair = torch.ops.mxfp4.fake_quantize_pair.default

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -78,6 +80,66 @@ def fake_quantize(
     return ops.fake_quantize(x.detach(), *how, dtype).movedim(-1, how[0])
 
 
+@torch.no_grad()
+def fake_quantize_pair(
+    x: Tensor,
+    row: Mapping[str, object],
+    col: Mapping[str, object],
+    *,
+    seed: int | Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`fake_quantize(x, axis=-1, **row)` and `fake_quantize(x, axis=0, **col)` of a matrix, from one read of it.
+
+    `row` and `col` hold keywords of `fake_quantize`: block, elem, scale_rule, rounding, hadamard, stream. Both results
+    are shaped like x [R, C]; in memory the second has its axis 0 last. Same values and same errors as the two calls.
+    """
+    dtype, seed, how = _prepare_pair(x, row, col, seed, dtype)
+    along_row, along_col = ops.fake_quantize_pair(x.detach(), *how, seed, dtype)
+    return along_row, along_col.t()
+
+
+@torch.no_grad()
+def quantize_pair(
+    x: Tensor, row: Mapping[str, object], col: Mapping[str, object], *, seed: int | Tensor | None = None
+) -> tuple[MXTensor, MXTensor]:
+    """`quantize(x, axis=-1, **row)` and `quantize(x, axis=0, **col)` of a matrix, from one read of it.
+
+    Arguments as in `fake_quantize_pair`.
+    """
+    _, seed, how = _prepare_pair(x, row, col, seed, None)
+    outputs = ops.quantize_pair(x.detach(), *how, seed)
+
+    def wrap(qdata, scale, block, elem, signs, axis, hadamard):
+        return MXTensor(qdata, scale, elem, block, axis, tuple(x.shape), hadamard, signs)
+
+    first = wrap(*outputs[:2], *how[:2], how[5], -1, row.get("hadamard"))
+    return first, wrap(*outputs[2:], *how[7:9], how[12], -2, col.get("hadamard"))
+
+
+_DEFAULTS = {"block": "1d", "elem": "e2m1", "scale_rule": "floor", "rounding": "nearest", "hadamard": None, "stream": 0}
+
+
+def _prepare_pair(x, row, col, seed, dtype):
+    """Check every argument; return (dtype, seed, those of the operators between x and the seed)."""
+    if isinstance(x, Tensor) and x.ndim != 2:
+        raise ValueError(f"a pair of quantizations needs a 2-D tensor, got shape {tuple(x.shape)}")
+    for options in (row, col):
+        for name in options:
+            one_of("keyword", name, _DEFAULTS)
+    dtype = torch.float32 if dtype is None else one_of("dtype", dtype, FLOATS)
+    if isinstance(x, Tensor):
+        seed = as_seed(seed, x.device) if any(map(_is_random, (row, col))) else None
+    _, *row_how, _ = _prepare(x, axis=-1, seed=seed, **{**_DEFAULTS, **row})
+    _, *col_how, _ = _prepare(x, axis=0, seed=seed, **{**_DEFAULTS, **col})
+    return dtype, seed, (*row_how, *col_how)
+
+
+def _is_random(options) -> bool:
+    hadamard = options.get("hadamard")
+    return options.get("rounding") == "stochastic" or (isinstance(hadamard, Hadamard) and hadamard.signs == "seed")
+
+
 def _prepare(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream):
     """Check every argument; return those of the operators after x."""
     check_float(x)
@@ -106,7 +168,7 @@ def _prepare(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream)
     seed = as_seed(seed, x.device) if stochastic or random_sign else None
     signs = None if hadamard is None else hadamard.resolve(seed, stream // 2, x.device)
     size = 0 if hadamard is None else hadamard.size
-    return axis, block, elem, scale_rule, stochastic, size, signs, seed, stream
+    return axis, block, elem, scale_rule, stochastic, size, signs, stream, seed
 
 
 def _negative(axis: int, ndim: int) -> int:

@@ -1,1 +1,29 @@
-"""Kernels, each beside its plain-torch twin of the same signature: the CPU path and the oracle."""
+"""Kernels, each beside its plain-torch twin of the same signature: the CPU path and the oracle.
+
+The functions here choose one for the device of their argument.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from mxfp4.numerics.kernels import quantize_torch
+from mxfp4.numerics.kernels.quantize_torch import Orientation, Outputs
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def quantize_matrix(
+    x: Tensor, row: Orientation | None, col: Orientation | None, seed: Tensor | None
+) -> tuple[Outputs, Outputs]:
+    """Quantize x [batch, R, C] along C as `row` says and along R as `col` says; shapes as in the twin."""
+    if x.dtype == torch.float64:
+        x = x.float()
+    if x.is_cuda and HAS_TRITON:
+        from mxfp4.numerics.kernels import quantize_triton
+
+        return quantize_triton.quantize_matrix(x, row, col, seed)
+    return quantize_torch.quantize_matrix(x, row, col, seed)

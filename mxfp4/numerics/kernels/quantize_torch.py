@@ -30,6 +30,18 @@ class BlockSpec:
     stream: int = 0  # third coordinate of the random numbers, beside seed and element index
 
 
+@dataclass(frozen=True)
+class Orientation:
+    """What to write along one axis of a matrix: `dtype` None for codes and scales, else values in that dtype."""
+
+    spec: BlockSpec
+    signs: Tensor | None  # FP32 [hadamard]
+    dtype: torch.dtype | None
+
+
+Outputs = tuple[Tensor | None, Tensor | None]  # (values, scales) of one orientation
+
+
 def spread(byte: Tensor, block: str) -> Tensor:
     """One entry a block -> one entry an element: [..., K/32] -> [..., K], for 2D [..., R/32, K/32] -> [..., R, K]."""
     wide = byte.repeat_interleave(BLOCK, dim=-1)
@@ -70,3 +82,24 @@ def quantize_dequantize(
     """FP32 [..., K] -> the values that `quantize_packed` stands for, in `dtype`, still in the rotated basis."""
     value, byte = round_in_blocks(x, spec, signs, seed)
     return (value * spread(e8m0_value(byte), spec.block)).to(dtype)
+
+
+def quantize_matrix(
+    x: Tensor, row: Orientation | None, col: Orientation | None, seed: Tensor | None
+) -> tuple[Outputs, Outputs]:
+    """Quantize x [batch, R, C] along C as `row` says, along R as `col` says: the twin of the Triton kernel.
+
+    Returns ((values, scales), (values, scales)), each None where not asked for. For `row` with dtype None they are
+    codes, uint8 [batch, R, C/2] for E2M1 else [batch, R, C], and bytes [batch, R, C/32], for 2D blocks
+    [batch, R/32, C/32]; with a dtype they are [batch, R, C] and None. For `col` the same of the transpose.
+    """
+
+    def one(data: Tensor, how: Orientation | None) -> Outputs:
+        if how is None:
+            return None, None
+        data = data.contiguous().float()
+        if how.dtype is None:
+            return quantize_packed(data, how.spec, how.signs, seed)
+        return quantize_dequantize(data, how.spec, how.signs, seed, how.dtype), None
+
+    return one(x, row), one(x.transpose(1, 2), col)
