@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from mxfp4.experiments import published
 from mxfp4.experiments.claims import VERDICTS, Verdict, effect_text, rule_text
+from mxfp4.experiments.metrics import METRICS
 from mxfp4.experiments.study import count
 
 TITLES = {
@@ -96,13 +97,22 @@ def _row(v: Verdict) -> str:
         if rest
         else f"<p><strong>{_code(lead)}</strong></p>"
     )
-    scale = f"<details><summary>what scale could change</summary>{e(c.scale_note)}</details>"
+    how = f"<p>{_code(decided_by(v))}</p><p>What scale could change: {_code(c.scale_note)}</p>"
+    scale = f"<details><summary>how it is decided</summary>{how}</details>"
     link = f'<small><a href="{e(c.chapter)}.html">{e(c.chapter)}</a> · <code>{e(c.id)}</code></small>'
     return (
         f'<div class="mx-claim" id="claim-{e(c.id)}"><div>{claim}{link}{scale}</div>'
         f"<div>{_published(v)}</div><div>{_ours(v)}</div>"
         f"<div>{_badge(v.verdict)}<small>{e(v.reason)}</small></div></div>"
     )
+
+
+def decided_by(v: Verdict) -> str:
+    """One or two sentences: what is measured, of which arms, and the rule."""
+    c = v.claim
+    what = (METRICS[c.metric].__doc__ or "").strip().splitlines()[0].rstrip(".")
+    given = ", ".join(f"{k}={'/'.join(x) if isinstance(x, list) else x}" for k, x in c.arguments.items())
+    return f"{what} ({given or c.metric}). It holds when that is {rule_text(c, v.effect)}."
 
 
 def _code(text: str) -> str:
@@ -131,5 +141,4 @@ def _ours(v: Verdict) -> str:
     if e.note:
         lines.append(e.note)
     small = "".join(f"<small>{html.escape(line)}</small>" for line in lines)
-    what = html.escape(f"{v.claim.metric}, holds when {rule_text(v.claim)}")
-    return f'<p title="{what}">{label}<span class="mx-effect">{html.escape(effect_text(e))}</span>{small}</p>'
+    return f'<p>{label}<span class="mx-effect">{html.escape(effect_text(e))}</span>{small}</p>'

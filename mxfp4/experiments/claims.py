@@ -15,7 +15,8 @@ import yaml
 
 from mxfp4.errors import UserError
 from mxfp4.experiments import published
-from mxfp4.experiments.metrics import METRICS, Effect, NoEffect, NoProbe, arms_of, check_arguments
+from mxfp4.experiments.effect import Effect, NoEffect, NoProbe
+from mxfp4.experiments.metrics import METRICS, arms_of, check_arguments
 from mxfp4.experiments.study import Study, count, studies
 from mxfp4.training.paths import project_dir
 
@@ -87,7 +88,7 @@ class Verdict:
             "id": c.id, "paper": c.paper, "claim": c.claim,
             "published": {"text": f.text, "source": f.source, "mark": f.mark},
             "verdict": self.verdict, "reason": self.reason,
-            "metric": c.metric, "arguments": c.arguments, "rule": rule_text(c),
+            "metric": c.metric, "arguments": c.arguments, "rule": rule_text(c, e),
             "effect": None if e is None else {
                 "value": _finite(e.value), "low": _finite(e.low), "high": _finite(e.high), "unit": e.unit,
                 "over": e.over, "note": e.note, "seeds": list(e.seeds),
@@ -180,14 +181,18 @@ def _region(claim: Claim) -> tuple[float, float, bool]:
     }[rule]()
 
 
-def rule_text(claim: Claim) -> str:
-    """The rule in words."""
+def rule_text(claim: Claim, effect: Effect | None = None) -> str:
+    """The rule in words, its bounds in the unit of `effect`."""
     (rule, bound), (low, high, _) = next(iter(claim.holds.items())), _region(claim)
+    factor, unit = _PRINT[effect.unit][::2] if effect is not None and effect.unit in _PRINT else (1, "")
+    low, high = (f"{factor * end:.3g}{unit}" for end in (low, high))
     if rule == "within_factor":
-        return f"between {low:.3g} and {high:.3g}, the published range and a factor of {bound}"
+        return f"between {low} and {high}: the published range, and a factor of {bound} around it"
     if rule == "between":
-        return f"between {low:g} and {high:g}"
-    return f"{rule.replace('_', ' ')} {bound:g}"
+        return f"between {low} and {high}"
+    if effect is not None and effect.unit == "seeds":
+        return f"{rule.replace('_', ' ')} {bound * len(effect.seeds):g} seeds"
+    return f"{rule.replace('_', ' ')} {low if rule in ('above', 'at_least') else high}"
 
 
 def decide(claim: Claim, effect: Effect) -> str:
@@ -252,7 +257,7 @@ def _judge(claim: Claim, study: Study) -> Verdict:
     if math.isnan(effect.low) or math.isnan(effect.high):
         return Verdict(claim, "not tested at this scale", f"one of {effect.over}: no interval", effect, study)
     verdict = decide(claim, effect)
-    return Verdict(claim, verdict, f"holds when {rule_text(claim)}", effect, study)
+    return Verdict(claim, verdict, f"holds when {rule_text(claim, effect)}", effect, study)
 
 
 def judge_all(claims: Iterable[Claim], records: Iterable) -> list[Verdict]:

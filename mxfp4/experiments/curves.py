@@ -14,10 +14,14 @@ import pandas as pd
 from mxfp4.errors import UserError
 from mxfp4.experiments import metrics, published
 from mxfp4.experiments.claims import effect_text
-from mxfp4.experiments.metrics import Effect, NoEffect
+from mxfp4.experiments.effect import Effect, NoEffect
 from mxfp4.experiments.study import Study
 
 ROUNDINGS = {"": "nearest", "+sr-grad": "stochastic on gradients", "+sr": "stochastic everywhere"}
+_SHORT = {
+    "mxfp4-fprop": "Fprop", "mxfp4-fprop-dgrad": "+ Dgrad", "mxfp4": "+ Wgrad: all three", "mxfp4+sr": "all, SR",
+    "mxfp4+rht16": "all, random H16", "mxfp4+h16": "all, H16",
+}  # fmt: skip
 RULES = ("floor", "even", "ceil", "rceil")
 
 
@@ -88,13 +92,13 @@ def _overhead_text(effect: Effect | None) -> str:
     if effect is None:
         return "–"
     if math.isinf(effect.high):
-        return f"more than {100 * (effect.value if math.isnan(effect.low) else effect.low):+.0f} %"
+        return f"more than {100 * (effect.value if math.isnan(effect.low) else effect.low):.0f}"
     return effect_text(effect, unit=False)
 
 
 def at_column(at: float) -> str:
     """Heading of an overhead's column: the share of the reference's budget at which the target loss is read."""
-    return f"% at {at:.0%}"
+    return f"overhead at {100 * at:.3g} %"
 
 
 def table1_frame(study: Study, *, ats: Sequence[float] = (0.5, 0.7, 0.85)) -> pd.DataFrame:
@@ -129,7 +133,7 @@ def overhead_points(study: Study, *, at: float = metrics.AT) -> pd.DataFrame:
     """For the chart of Table 1: label, whose ("P1", "ours"), value, low, high (percent), reached (False: a bound)."""
     rows = []
     for row in published.table1().itertuples():
-        label = f"{row.scope}, {row.stabiliser}" if row.stabiliser != "none" else row.scope
+        label = _SHORT[row.recipe]
         finite = math.isfinite(row.low)
         low, high = (100 * row.low, 100 * row.high) if finite else (math.nan, math.nan)
         rows.append(

@@ -34,7 +34,7 @@ def learning_curves(
     arms = list(dict.fromkeys(frame["arm"]))
     chosen = alt.selection_point(fields=["arm"], bind="legend")
     x = alt.X("x:Q", title=x_title, scale=alt.Scale(zero=False, nice=False))
-    colour = alt.Color("arm:N", title=None, scale=_scale(arms), sort=arms)
+    colour = alt.Color("arm:N", title=None, scale=_scale(arms), sort=arms, legend=alt.Legend(symbolOpacity=1))
     base = alt.Chart(frame.assign(x=frame["tokens"] / unit)).encode(x=x, color=colour)
     band = base.mark_area().encode(
         y=alt.Y("low:Q", title=y_title, scale=alt.Scale(zero=False)), y2="high:Q",
@@ -60,11 +60,10 @@ def overheads(frame: pd.DataFrame, *, title: str) -> alt.LayerChart:
     bounds = frame[~frame["reached"]].copy()
     edge = max(30.0, float(frame["high"].max(skipna=True)) * 1.05)
     bounds["text"] = [
-        "does not converge (P1)" if r.whose == "P1" else f"ours: more than {r.value:.0f} %"
-        for r in bounds.itertuples()
+        "never" if r.whose == "P1" else f"more than {r.value:.0f} %" for r in bounds.itertuples()
     ]
     bounds["at"] = edge
-    y = alt.Y("label:N", sort=order, title=None, axis=alt.Axis(labelLimit=220))
+    y = alt.Y("label:N", sort=order, title=None, axis=alt.Axis(labelLimit=160))
     offset = alt.YOffset("whose:N", sort=["P1", "ours"])
     colour = alt.Color(
         "whose:N", title=None, scale=alt.Scale(domain=["P1", "ours"], range=[PALETTE[6], PALETTE[0]])

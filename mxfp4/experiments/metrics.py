@@ -19,38 +19,14 @@ import pandas as pd
 
 from mxfp4.errors import UserError
 from mxfp4.experiments import efficiency, published
+from mxfp4.experiments.effect import Effect, NoEffect, divergence_note, estimate, final_losses
+from mxfp4.experiments.probe_metrics import predicts_loss, probe, probe_difference
 from mxfp4.experiments.study import Study
 
 ARM_ARGUMENTS = ("arm", "against", "reference", "arms", "probed", "probed_against")
 """Arguments of a metric that name arms which must have records."""
 AT = 0.7
 """Default share of the reference's budget at which the target loss is read: leaves room for 43 % overhead."""
-
-
-@dataclass(frozen=True)
-class Effect:
-    """What a metric found."""
-
-    value: float
-    low: float
-    """Interval; NaN when it is not known, infinite when open."""
-    high: float
-    unit: str
-    """How it is printed: share (signed percent), part (percent of a whole), seeds (how many of them), nats, ratio,
-    cosine, number."""
-    seeds: tuple[int, ...]
-    over: str = "seeds"
-    """What the interval is over."""
-    note: str = ""
-    """What else a reader must know: seeds that diverged, a bound."""
-
-
-class NoEffect(UserError):
-    """The records are there and cannot answer: the reason in one line."""
-
-
-class NoProbe(NoEffect):
-    """The runs are there and were not probed for this."""
 
 
 def target_loss(study: Study, reference: str, at: float) -> float:
@@ -90,35 +66,6 @@ def _overheads(study: Study, arm: str, reference: str, target: float) -> dict[in
     return found
 
 
-def _final(study: Study, arm: str) -> dict[int, float]:
-    """{seed: last evaluation}, infinite where the arm diverged."""
-    gone = study.diverged(arm)
-    return {
-        s: math.inf if s in gone else c["eval_loss"].dropna().iloc[-1] for s, c in study.curves(arm).items()
-    }
-
-
-def _estimate(values: dict[int, float], unit: str, note: str = "") -> Effect:
-    """Mean and bootstrap over seeds; with a value that is infinite, the range. NaN values say nothing."""
-    values = {s: float(v) for s, v in values.items() if not math.isnan(v)}
-    if not values:
-        raise NoEffect("no seed in which all arms have an answer")
-    if all(map(math.isfinite, values.values())):
-        e = efficiency.paired_mean(values)
-        return Effect(e.mean, e.low, e.high, unit, e.seeds, note=note)
-    many = len(values) > 1
-    low, high = (min(values.values()), max(values.values())) if many else (math.nan, math.nan)
-    over = "seeds, their range"
-    return Effect(float(np.mean(list(values.values()))), low, high, unit, tuple(sorted(values)), over, note)
-
-
-def _gone(study: Study, *arms: str) -> str:
-    parts = [
-        f"{arm} diverged in seed {', '.join(map(str, gone))}" for arm in arms if (gone := study.diverged(arm))
-    ]
-    return "; ".join(parts)
-
-
 def _bounded(effect: Effect, above: list[str], below: list[str]) -> Effect:
     """Open the interval upwards for arms of `above` that missed the target, downwards for those of `below`."""
     parts = [f"{arm} does not reach the target in its budget" for arm in (*above, *below)]
@@ -131,7 +78,7 @@ def _bounded(effect: Effect, above: list[str], below: list[str]) -> Effect:
 def overhead(study: Study, *, arm: str, reference: str = "fp8", at: float = AT) -> Effect:
     """Extra tokens of `arm` to the target loss, as a share of the reference's."""
     found = _overheads(study, arm, reference, target_loss(study, reference, at))
-    effect = _estimate({s: o.value for s, o in found.items()}, "share", _gone(study, arm))
+    effect = estimate({s: o.value for s, o in found.items()}, "share", divergence_note(study, arm))
     return _bounded(effect, [arm] if any(o.bound for o in found.values()) else [], [])
 
 
@@ -144,7 +91,9 @@ def overhead_difference(
     shared = {s for s in a.keys() & b.keys() if not (a[s].bound and b[s].bound)}
     if not shared:
         raise NoEffect(f"neither {arm} nor {against} reaches the target in its budget")
-    effect = _estimate({s: a[s].value - b[s].value for s in shared}, "share", _gone(study, arm, against))
+    effect = estimate(
+        {s: a[s].value - b[s].value for s in shared}, "share", divergence_note(study, arm, against)
+    )
     above = [arm] if any(a[s].bound for s in shared) else []
     below = [against] if any(b[s].bound for s in shared) else []
     return _bounded(effect, above, below)
@@ -159,7 +108,7 @@ def convergence(study: Study, *, arm: str, reference: str = "fp8", at: float = 0
     gone = study.diverged(arm)
     reached = [0.0 if o.bound or seed in gone else 1.0 for seed, o in found.items()]
     note = f"given {1 / at:.2g} times the tokens of {reference}"
-    note = "; ".join(p for p in (_gone(study, arm), note) if p)
+    note = "; ".join(p for p in (divergence_note(study, arm), note) if p)
     return Effect(
         float(np.mean(reached)), min(reached), max(reached), "seeds", tuple(found), "seeds, their range", note
     )
@@ -167,8 +116,10 @@ def convergence(study: Study, *, arm: str, reference: str = "fp8", at: float = 0
 
 def loss_difference(study: Study, *, arm: str, against: str) -> Effect:
     """Last evaluation of `arm` less that of `against`, nats a token, paired by seed."""
-    a, b = _final(study, arm), _final(study, against)
-    return _estimate({s: a[s] - b[s] for s in a.keys() & b.keys()}, "nats", _gone(study, arm, against))
+    a, b = final_losses(study, arm), final_losses(study, against)
+    return estimate(
+        {s: a[s] - b[s] for s in a.keys() & b.keys()}, "nats", divergence_note(study, arm, against)
+    )
 
 
 def perplexity_increase(study: Study, *, arm: str, against: str = "bf16") -> Effect:
@@ -182,21 +133,21 @@ def interaction(study: Study, *, arms: list[str]) -> Effect:
     """(first - second) - (third - fourth) of the last evaluations, nats: how much more the first change costs."""
     if len(arms) != 4:
         raise UserError(f"interaction takes four arms, got {len(arms)}")
-    final = [_final(study, arm) for arm in arms]
+    final = [final_losses(study, arm) for arm in arms]
     shared = set.intersection(*(set(f) for f in final))
     values = {s: (final[0][s] - final[1][s]) - (final[2][s] - final[3][s]) for s in shared}
-    return _estimate(values, "nats", _gone(study, *arms))
+    return estimate(values, "nats", divergence_note(study, *arms))
 
 
 def remaining_gap(study: Study, *, arm: str, against: str, reference: str = "fp8") -> Effect:
     """Share of the loss gap of `against` to the reference that `arm` still has at the end: 0 closes it, 1 leaves it."""
-    a, b, r = (_final(study, name) for name in (arm, against, reference))
+    a, b, r = (final_losses(study, name) for name in (arm, against, reference))
     shared = sorted(a.keys() & b.keys() & r.keys())
     if not shared:
         raise NoEffect("no seed in which all arms have an answer")
     top = np.array([a[s] - r[s] for s in shared])
     bottom = np.array([b[s] - r[s] for s in shared])
-    note = _gone(study, arm, against)
+    note = divergence_note(study, arm, against)
     if not (np.isfinite(top).all() and np.isfinite(bottom).all()):
         raise NoEffect(note or "an arm has no finite loss at the end")
     value = float(top.mean() / bottom.mean()) if bottom.mean() else math.nan
@@ -221,7 +172,9 @@ def roughness(study: Study, *, arm: str, reference: str = "fp8") -> Effect:
         return float(np.sqrt(np.mean(second**2))) if len(second) else math.nan
 
     a, b = study.curves(arm), study.curves(reference)
-    return _estimate({s: rough(a[s]) / rough(b[s]) for s in a.keys() & b.keys()}, "ratio", _gone(study, arm))
+    return estimate(
+        {s: rough(a[s]) / rough(b[s]) for s in a.keys() & b.keys()}, "ratio", divergence_note(study, arm)
+    )
 
 
 def published_order(study: Study, *, reference: str = "fp8", at: float = AT) -> Effect:
@@ -235,7 +188,7 @@ def published_order(study: Study, *, reference: str = "fp8", at: float = AT) -> 
     for seed in set.intersection(*(set(f) for f in found.values())):
         ours = {arm: math.inf if f[seed].bound else f[seed].value for arm, f in found.items()}
         values[seed] = float(np.mean([ours[a] < ours[b] for a, b in pairs]))
-    return _estimate(values, "part")
+    return estimate(values, "part")
 
 
 def end_to_end(study: Study, *, arm: str, reference: str = "fp8", at: float = AT) -> Effect:
@@ -250,88 +203,7 @@ def end_to_end(study: Study, *, arm: str, reference: str = "fp8", at: float = AT
 def throughput_ratio(study: Study, *, arm: str, against: str) -> Effect:
     """Training tokens a second of `arm` over those of `against`, as timed."""
     a, b = ({s: r.timings.get("tokens_per_second") for s, r in study.arms[n].items()} for n in (arm, against))
-    return _estimate({s: a[s] / b[s] if a[s] and b[s] else math.nan for s in a.keys() & b.keys()}, "ratio")
-
-
-def probe(
-    study: Study, *, metric: str, probed: str, gemm: str = "", tensor: str = "", recipe: str | None = None
-) -> Effect:
-    """Mean of a probe metric over the layers and steps looked at in the runs of `probed`.
-
-    recipe: what was applied to the tensors; the arm's own if not said (see `mxfp4.experiments.probes`).
-    """
-    rows = _by_layer(study, metric, probed, gemm, tensor, recipe)
-    return _over_layers(rows.mean(axis=1), metric, "share" if metric.endswith("bias") else "part")
-
-
-def probe_difference(
-    study: Study,
-    *,
-    metric: str,
-    probed: str,
-    gemm: str = "",
-    tensor: str = "",
-    recipe: str | None = None,
-    against_recipe: str | None = None,
-    probed_against: str | None = None,
-    against_metric: str | None = None,
-) -> Effect:
-    """A probe metric less another one of the same layers: another recipe, another arm or another metric."""
-    a = _by_layer(study, metric, probed, gemm, tensor, recipe).mean(axis=1)
-    other = against_metric or metric
-    b = _by_layer(study, other, probed_against or probed, gemm, tensor, against_recipe or recipe).mean(axis=1)
-    return _over_layers((a - b).dropna(), metric, "share")
-
-
-def _by_layer(
-    study: Study, metric: str, arm: str, gemm: str, tensor: str, recipe: str | None
-) -> pd.DataFrame:
-    """(seed, layer) x step of one probe metric, layers only."""
-    rows = study.probes
-    recipe = recipe or arm
-    chosen = rows[
-        (rows["arm"] == arm) & (rows["recipe"] == recipe) & (rows["metric"] == metric)
-        & (rows["gemm"] == gemm) & (rows["tensor"] == tensor) & (rows["layer"] != "all")
-    ].dropna(subset="value")  # fmt: skip
-    if chosen.empty:
-        raise NoProbe(f"no probe of {metric} ({gemm or 'any'} {tensor}, {recipe}) in the records of {arm}")
-    return chosen.pivot_table(index=["seed", "layer"], columns="step", values="value")
-
-
-def _over_layers(values: pd.Series, metric: str, unit: str) -> Effect:
-    if values.empty:
-        raise NoProbe(f"no layer in which both sides of {metric} were probed")
-    if metric.startswith(("pattern", "cosine")):
-        unit = "cosine"
-    if metric.startswith(("kurtosis", "peak", "log2")):
-        unit = "number"
-    e = efficiency.paired_mean(dict(enumerate(values.to_numpy())))
-    seeds = tuple(sorted({int(seed) for seed, _ in values.index}))
-    return Effect(e.mean, e.low, e.high, unit, seeds, f"{len(values)} layers")
-
-
-def predicts_loss(
-    study: Study, *, metric: str, arms: list[str], gemm: str = "", tensor: str = "", reference: str = "bf16"
-) -> Effect:
-    """Spearman's rank correlation, over `arms`, of a probe metric with the final loss over the reference."""
-    points = []
-    base = _final(study, reference)
-    for arm in arms:
-        x = _by_layer(study, metric, arm, gemm, tensor, None).to_numpy()
-        shared = _final(study, arm)
-        y = [shared[s] - base[s] for s in shared.keys() & base.keys()]
-        points.append((float(np.nanmean(x)), float(np.mean(y))))
-    points = np.array(points)
-    if len(points) < 4:
-        raise UserError(f"predicts_loss needs four arms or more, got {len(points)}")
-    ranks = pd.DataFrame(points).rank()
-    draws = np.random.default_rng(0).integers(len(points), size=(2000, len(points)))
-    resampled = [ranks.iloc[d] for d in draws]
-    values = [float(r[0].corr(r[1])) for r in resampled if r[0].nunique() > 1 and r[1].nunique() > 1]
-    low, high = np.quantile(values, [0.025, 0.975])
-    return Effect(
-        float(ranks[0].corr(ranks[1])), float(low), float(high), "cosine", study.seeds, f"{len(points)} arms"
-    )
+    return estimate({s: a[s] / b[s] if a[s] and b[s] else math.nan for s in a.keys() & b.keys()}, "ratio")
 
 
 METRICS: dict[str, Callable[..., Effect]] = {

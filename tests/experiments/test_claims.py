@@ -20,7 +20,7 @@ from mxfp4.experiments.claims import (
     load_ledger,
     rule_text,
 )
-from mxfp4.experiments.metrics import Effect
+from mxfp4.experiments.effect import Effect
 from mxfp4.experiments.scales import SCALES
 from mxfp4.experiments.store import Store
 from mxfp4.training.paths import project_dir
@@ -45,7 +45,7 @@ def test_holds(store):
     assert (
         v.verdict == "holds" and v.effect.low > 0.1 and v.effect.seeds == (0, 1, 2) and v.study.scale == "gpu"
     )
-    assert v.reason == "holds when above 0"
+    assert v.reason == "holds when above 0 %"
 
 
 def test_does_not_hold(store):

@@ -7,7 +7,8 @@ from fake_studies import config, fill, probe_rows, put
 
 from mxfp4.errors import UserError
 from mxfp4.experiments import metrics
-from mxfp4.experiments.metrics import METRICS, NoEffect
+from mxfp4.experiments.effect import NoEffect
+from mxfp4.experiments.metrics import METRICS
 from mxfp4.experiments.store import Store
 from mxfp4.experiments.study import studies
 

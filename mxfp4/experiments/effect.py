@@ -1,0 +1,68 @@
+"""Effects: what a metric found, with its interval, and how one is estimated over seeds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from mxfp4.errors import UserError
+from mxfp4.experiments import efficiency
+from mxfp4.experiments.study import Study
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a metric found."""
+
+    value: float
+    low: float
+    """Interval; NaN when it is not known, infinite when open."""
+    high: float
+    unit: str
+    """How it is printed: share (signed percent), part (percent of a whole), seeds (how many of them), nats, ratio,
+    cosine, number."""
+    seeds: tuple[int, ...]
+    over: str = "seeds"
+    """What the interval is over."""
+    note: str = ""
+    """What else a reader must know: seeds that diverged, a bound."""
+
+
+class NoEffect(UserError):
+    """The records are there and cannot answer: the reason in one line."""
+
+
+class NoProbe(NoEffect):
+    """The runs are there and were not probed for this."""
+
+
+def final_losses(study: Study, arm: str) -> dict[int, float]:
+    """{seed: last evaluation}, infinite where the arm diverged."""
+    gone = study.diverged(arm)
+    return {
+        s: math.inf if s in gone else c["eval_loss"].dropna().iloc[-1] for s, c in study.curves(arm).items()
+    }
+
+
+def estimate(values: dict[int, float], unit: str, note: str = "") -> Effect:
+    """Mean and bootstrap over seeds; with a value that is infinite, the range. NaN values say nothing."""
+    values = {s: float(v) for s, v in values.items() if not math.isnan(v)}
+    if not values:
+        raise NoEffect("no seed in which all arms have an answer")
+    if all(map(math.isfinite, values.values())):
+        e = efficiency.paired_mean(values)
+        return Effect(e.mean, e.low, e.high, unit, e.seeds, note=note)
+    many = len(values) > 1
+    low, high = (min(values.values()), max(values.values())) if many else (math.nan, math.nan)
+    over = "seeds, their range"
+    return Effect(float(np.mean(list(values.values()))), low, high, unit, tuple(sorted(values)), over, note)
+
+
+def divergence_note(study: Study, *arms: str) -> str:
+    """Which of `arms` diverged in which seeds; empty when none did."""
+    parts = [
+        f"{arm} diverged in seed {', '.join(map(str, gone))}" for arm in arms if (gone := study.diverged(arm))
+    ]
+    return "; ".join(parts)
