@@ -21,7 +21,7 @@ from mxfp4.numerics.hadamard import Hadamard, rotate_last
 from mxfp4.numerics.matmul import gemm, gemm_dtype
 from mxfp4.numerics.nvfp4 import nvfp4_values
 from mxfp4.numerics.philox import random16, random_signs
-from mxfp4.numerics.quantize import fake_quantize
+from mxfp4.numerics.quantize import fake_quantize, fake_quantize_pair
 from mxfp4.numerics.rounding import round_nearest, round_stochastic
 from mxfp4.training.recipe import GEMMS, ROTATIONS, TENSORS, Operand, Recipe
 
@@ -49,6 +49,18 @@ def _rotation(name: str) -> Hadamard:
 ROTATION = {None: None, **{name: _rotation(name) for name in ROTATIONS}}
 
 
+def _how(op: Operand, stream: int) -> dict:
+    """The keywords of `fake_quantize` for an operand in an MX format."""
+    return {
+        "block": op.block,
+        "elem": op.elem or "e2m1",
+        "scale_rule": op.scale_rule,
+        "rounding": op.rounding,
+        "hadamard": ROTATION[op.hadamard],
+        "stream": stream,
+    }
+
+
 def quantized_operand(t: Tensor, op: Operand, axis: int, seed: Tensor | None, stream: int) -> tuple[Tensor, Tensor | None]:
     """What a GEMM that contracts `axis` (-1 or 0) sees of the 2-D tensor `t`.
 
@@ -64,18 +76,7 @@ def quantized_operand(t: Tensor, op: Operand, axis: int, seed: Tensor | None, st
         return value, (1.0 if factor is None else factor) * torch.ones((), device=t.device) / op.prescale
     if op.is_mx:
         free = op.transposable
-        value = fake_quantize(
-            t,
-            axis=-1 if free else axis,
-            block=op.block,
-            elem=op.elem or "e2m1",
-            scale_rule=op.scale_rule,
-            rounding=op.rounding,
-            hadamard=ROTATION[op.hadamard],
-            seed=seed,
-            stream=stream,
-            dtype=carrier,
-        )
+        value = fake_quantize(t, axis=-1 if free else axis, seed=seed, dtype=carrier, **_how(op, stream))
         return (value if axis == -1 else value.t()), None
     value = t if axis == -1 else t.t()
     if op.hadamard is not None:
@@ -121,14 +122,23 @@ def operand(t: Tensor, which: str, name: str, layer_recipe: Recipe, seed: Tensor
 
 def both_operands(t: Tensor, name: str, layer_recipe: Recipe, seed: Tensor | None) -> tuple[tuple, tuple]:
     """What the two GEMMs that contract tensor `name` see of it, in the order of GEMMS."""
-    first, second = (g for g in GEMMS if name in TENSORS[g])
+    first, second = (g for g in GEMMS if name in TENSORS[g])  # contract axis -1 and axis 0
     ops = layer_recipe.operands()
+    if all(_one_read(ops[g, name]) for g in (first, second)) and not (layer_recipe.requantize and name != "g"):
+        row, col = (_how(ops[g, name], STREAMS[g, name]) for g in (first, second))
+        value, turned = fake_quantize_pair(t, row, col, seed=seed, dtype=gemm_dtype(t.device))
+        return (value, None), (turned.t(), None)
     value, factor = one = operand(t, first, name, layer_recipe, seed)
     if ops[first, name].transposable and ops[first, name] == ops[second, name]:
         return one, (value.t(), factor)
     if layer_recipe.requantize and name != "g":
         t = value if factor is None else value * factor
     return one, operand(t, second, name, layer_recipe, seed)
+
+
+def _one_read(op: Operand) -> bool:
+    """Whether `fake_quantize_pair` can make this operand beside its sister."""
+    return op.is_mx and not op.transposable and not op.two_sided and op.prescale == 1
 
 
 def product(
