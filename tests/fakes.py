@@ -35,7 +35,18 @@ TINY = ModelConfig(vocab_size=64, dim=64, n_layers=1, n_heads=2, n_kv_heads=1, f
 def tiny_config(**changes) -> TrainConfig:
     """A run of well under a second."""
     values = dict(
-        recipe="bf16", seed=0, model=TINY, corpus="fake", seq_len=16, batch_size=4, steps=12, lr=1e-2, lr_min=1e-3,
-        warmup=3, eval_every=4, eval_sequences=4, scale="cpu",
+        recipe="bf16",
+        seed=0,
+        model=TINY,
+        corpus="fake",
+        seq_len=16,
+        batch_size=4,
+        steps=12,
+        lr=1e-2,
+        lr_min=1e-3,
+        warmup=3,
+        eval_every=4,
+        eval_sequences=4,
+        scale="cpu",
     )
     return TrainConfig(**{**values, **changes})

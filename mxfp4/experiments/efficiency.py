@@ -1,8 +1,8 @@
 """Token efficiency: tokens to reach a loss, and the overhead of one arm over another, paired over seeds.
 
-P1's overhead is read off one run's evaluation grid, where a step of the grid is about 7 % of a run. Here the crossing
-is interpolated on the evaluation curve, differences are taken within a seed (same initial weights, same batches), and
-the interval is a bootstrap over seeds.
+P1's overhead is read off one run's evaluation grid, where a step of the grid is about 7 % of a run. Here
+the crossing is interpolated on the evaluation curve, differences are taken within a seed (same initial
+weights, same batches), and the interval is a bootstrap over seeds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def crossing(curve: pd.DataFrame, target: float) -> float | None:
 
     Linear in tokens between the first evaluation at or below the target and the one before it.
     """
-    points = curve.loc[curve["eval_loss"].notna(), ["tokens", "eval_loss"]].sort_values("tokens").to_numpy(float)
+    points = (
+        curve.loc[curve["eval_loss"].notna(), ["tokens", "eval_loss"]].sort_values("tokens").to_numpy(float)
+    )
     below = np.flatnonzero(points[:, 1] <= target)
     if not len(below):
         return None
@@ -35,7 +37,8 @@ def crossing(curve: pd.DataFrame, target: float) -> float | None:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds. `low` and `high` bound it; NaN with fewer than two seeds, whose spread is unknown."""
+    """A mean over seeds. `low` and `high` bound it; NaN with fewer than two seeds, whose spread is
+    unknown."""
 
     mean: float
     low: float
@@ -43,7 +46,9 @@ class Estimate:
     seeds: tuple[int, ...]
 
 
-def paired_mean(differences: Mapping[int, float], *, level: float = 0.95, draws: int = DRAWS, seed: int = 0) -> Estimate:
+def paired_mean(
+    differences: Mapping[int, float], *, level: float = 0.95, draws: int = DRAWS, seed: int = 0
+) -> Estimate:
     """Mean of one value a seed, with the percentile interval of a bootstrap over seeds (NaN for no seeds)."""
     seeds = tuple(sorted(differences))
     values = np.array([differences[s] for s in seeds], dtype=float)
@@ -63,7 +68,8 @@ class Overhead:
     estimate: Estimate
     """Over the seeds in which both reach the target."""
     not_reached: tuple[int, ...]
-    """Seeds in which the reference reaches the target and the arm does not: it did not converge in its budget."""
+    """Seeds in which the reference reaches the target and the arm does not: it did not converge in its
+    budget."""
     reference_not_reached: tuple[int, ...]
     """Seeds that say nothing, as the reference does not reach the target."""
 
@@ -76,7 +82,8 @@ def overhead(
     level: float = 0.95,
     draws: int = DRAWS,
 ) -> Overhead:
-    """Token overhead of `arm` over `reference` ({seed: curve} each) at `target`; seeds that only one has are ignored."""
+    """Token overhead of `arm` over `reference` ({seed: curve} each) at `target`; seeds that only one has
+    are ignored."""
     ratios, missed, unknown = {}, [], []
     for seed in sorted(arm.keys() & reference.keys()):
         ours, theirs = crossing(arm[seed], target), crossing(reference[seed], target)
@@ -90,7 +97,11 @@ def overhead(
 
 
 def final_loss_difference(
-    arm: Mapping[int, pd.DataFrame], reference: Mapping[int, pd.DataFrame], *, level: float = 0.95, draws: int = DRAWS
+    arm: Mapping[int, pd.DataFrame],
+    reference: Mapping[int, pd.DataFrame],
+    *,
+    level: float = 0.95,
+    draws: int = DRAWS,
 ) -> Estimate:
     """Last evaluation of `arm` minus that of `reference`, nats a token, paired by seed."""
     shared = arm.keys() & reference.keys()
@@ -98,7 +109,8 @@ def final_loss_difference(
 
 
 def speedup(step_throughput: float | Sequence[float], token_overhead: float | Sequence[float]):
-    """End-to-end speed-up: relative step throughput over (1 + token overhead). P1's Table 2: 1.21 / 1.08 = 1.12."""
+    """End-to-end speed-up: relative step throughput over (1 + token overhead). P1's Table 2: 1.21 / 1.08 =
+    1.12."""
     return np.asarray(step_throughput) / (1 + np.asarray(token_overhead))
 
 

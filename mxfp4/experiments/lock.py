@@ -1,7 +1,8 @@
 """One process an arm: a lock file that names its holder.
 
-The lock is the kernel's (flock), which ends with the process that holds it, however it dies: no age, no clock and no
-left-over pid decide whether it is stale. The file's text (pid and host) is for the message alone.
+The lock is the kernel's (flock), which ends with the process that holds it, however it dies: no age, no
+clock and no left-over pid decide whether it is stale. The file's text (pid and host) is for the message
+alone.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from pathlib import Path
 
 
 class Lock:
-    """`acquire()` says whether this process now holds `path`; `release()` gives it up and removes the file."""
+    """`acquire()` says whether this process now holds `path`; `release()` gives it up and removes the
+    file."""
 
     def __init__(self, path: Path):
         self.path = path
         self._handle: int | None = None
 
     def acquire(self) -> bool:
-        """True when held. A file system without locks is warned about and counts as held: records stay atomic."""
+        """True when held. A file system without locks is warned about and counts as held: records stay
+        atomic."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         while True:
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -35,7 +38,10 @@ class Lock:
                 if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                     os.close(handle)
                     raise
-                warnings.warn(f"{self.path.parent} has no file locks: two processes may train the same arm", stacklevel=2)
+                warnings.warn(
+                    f"{self.path.parent} has no file locks: two processes may train the same arm",
+                    stacklevel=2,
+                )
             if self._is_current(handle):
                 break
             os.close(handle)  # its holder removed the file between open and lock
@@ -51,7 +57,7 @@ class Lock:
             self._handle = None
 
     def holder(self) -> str | None:
-        """"pid 123 on name" of the process that holds it now; None when nobody does."""
+        """ "pid 123 on name" of the process that holds it now; None when nobody does."""
         try:
             handle = os.open(self.path, os.O_RDWR)
         except OSError:

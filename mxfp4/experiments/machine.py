@@ -40,7 +40,9 @@ def machine(device: torch.device | str) -> dict:
         properties = torch.cuda.get_device_properties(device)
         about["device"] = properties.name
         about["device_memory_bytes"] = properties.total_memory
-        about["architecture"] = getattr(properties, "gcnArchName", None) or f"sm_{properties.major}{properties.minor}"
+        about["architecture"] = (
+            getattr(properties, "gcnArchName", None) or f"sm_{properties.major}{properties.minor}"
+        )
     return about
 
 
@@ -56,10 +58,13 @@ def version(package: str) -> str | None:
 
 @lru_cache
 def git_state() -> dict | None:
-    """{"commit", "dirty"} of the checkout this package runs from (dirty: package files changed); None outside one."""
+    """{"commit", "dirty"} of the checkout this package runs from (dirty: package files changed); None
+    outside one."""
     package = Path(mxfp4.__file__).resolve().parent
     top = _git(package, "rev-parse", "--show-toplevel")
-    if top is None or Path(top).resolve() != package.parent:  # e.g. installed into an environment inside another repo
+    if (
+        top is None or Path(top).resolve() != package.parent
+    ):  # e.g. installed into an environment inside another repo
         return None
     status = _git(package, "status", "--porcelain", "--", str(package))
     return {"commit": _git(package, "rev-parse", "HEAD"), "dirty": bool(status)}
@@ -79,5 +84,8 @@ def _cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    name = next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
     return f"{name or 'CPU'}, {os.cpu_count()} cores"

@@ -1,8 +1,8 @@
 """Plans: which arms a study needs, what of it is in the store, what the rest will cost.
 
-An arm differs from its neighbours in the recipe alone. Plans overlap (every one has its references); the store knows
-an arm by its configuration, so nothing is trained twice. Arms are ordered by what is asked first, seeds last, so a
-plan that is cut short has all arms of the first seed.
+An arm differs from its neighbours in the recipe alone. Plans overlap (every one has its references); the
+store knows an arm by its configuration, so nothing is trained twice. Arms are ordered by what is asked
+first, seeds last, so a plan that is cut short has all arms of the first seed.
 
 | plan         | question                                                        |
 |--------------|-----------------------------------------------------------------|
@@ -71,8 +71,8 @@ def plan(
 ) -> Plan:
     """The plan `name` ("table1", "p2", "disagreement", "others", "all") at a scale.
 
-    recipes, seeds: instead of the plan's own. overrides: fields of TrainConfig that every arm takes, such as steps or
-    corpus. UserError lists the known names.
+    recipes, seeds: instead of the plan's own. overrides: fields of TrainConfig that every arm takes, such
+    as steps or corpus. UserError lists the known names.
     """
     scale = get_scale(scale) if isinstance(scale, str) else scale
     known = SMALL if scale.name == "cpu" else FULL
@@ -122,7 +122,9 @@ class Plan:
             step = 0 if record else checkpoint.latest_step(store.checkpoint_dir(config, device)) or 0
             rate = cost.get(config.recipe, cost.get(""))
             rest = (config.steps - step) * config.tokens_per_step
-            found.append(ArmStatus(config, record, step, 0.0 if record else None if rate is None else rest * rate))
+            found.append(
+                ArmStatus(config, record, step, 0.0 if record else None if rate is None else rest * rate)
+            )
         return found
 
     def records(self, store: Store, device=None) -> list[Record]:
@@ -137,7 +139,8 @@ class Plan:
 
 
 def _seconds_per_token(store: Store, scale: str) -> dict[str, float]:
-    """{recipe: seconds a training token took, evaluation included}, from the records; "" is the mean over recipes."""
+    """{recipe: seconds a training token took, evaluation included}, from the records; "" is the mean over
+    recipes."""
     took: dict[str, list[float]] = {}
     for record in store.load(scale):
         seconds = record.timings["train_seconds"] + record.timings["evaluate_seconds"]

@@ -1,10 +1,10 @@
 """The scales a study runs at: model, data and budget, from a laptop to the papers' own.
 
-| scale  | for                        | model                        | budget                                     |
-|--------|----------------------------|------------------------------|--------------------------------------------|
-| cpu    | a laptop, two cores        | a toy                        | the whole plan in minutes                  |
-| gpu    | one GPU                    | tens of millions of weights  | minutes an arm                             |
-| mi355x | 8 MI355X, as in P1         | Llama 3.1-8B                 | MLPerf's rules: to 3.3 nats a token        |
+| scale  | for                        | model                        | budget                              |
+|--------|----------------------------|------------------------------|-------------------------------------|
+| cpu    | a laptop, two cores        | a toy                        | the whole plan in minutes           |
+| gpu    | one GPU                    | tens of millions of weights  | minutes an arm                      |
+| mi355x | 8 MI355X, as in P1         | Llama 3.1-8B                 | MLPerf's rules: to 3.3 nats a token |
 
 The toys' learning rates were chosen by a pilot without quantization, so that no arm is favoured.
 """
@@ -77,11 +77,13 @@ def _plain(values: dict) -> dict:
     return {k: v.to_dict() if isinstance(v, ModelConfig) else v for k, v in values.items()}
 
 
-# Pilot on recipe fp32, seed 0, batch 4 x 64, 240 steps: of the learning rates 1e-3, 2e-3, 3e-3, 4e-3, 8e-3, 1.6e-2 the
-# third ended lowest; with the last two the model stays near the loss of a unigram model.
+# Pilot on recipe fp32, seed 0, batch 4 x 64, 240 steps: of the learning rates 1e-3, 2e-3, 3e-3, 4e-3, 8e-3,
+# 1.6e-2 the third ended lowest; with the last two the model stays near the loss of a unigram model.
 CPU = Scale(
     name="cpu",
-    model=ModelConfig(vocab_size=2048, dim=96, n_layers=2, n_heads=3, n_kv_heads=1, ffn_dim=256, max_seq_len=128),
+    model=ModelConfig(
+        vocab_size=2048, dim=96, n_layers=2, n_heads=3, n_kv_heads=1, ffn_dim=256, max_seq_len=128
+    ),
     corpus="prose",
     seq_len=64,
     batch_size=4,
@@ -115,8 +117,9 @@ GPU = Scale(
     compile=True,
 )
 
-# Llama 3.1-8B by the MLPerf v5.1 rules (papers.md: sequence 8192, global batch 32, evaluation every 12,288 sequences
-# on 1,024, cosine over 1.2 M steps from 8e-4, target 3.3). The budget is twice the reference's 179,405 sequences.
+# Llama 3.1-8B by the MLPerf v5.1 rules (papers.md: sequence 8192, global batch 32, evaluation every 12,288
+# sequences on 1,024, cosine over 1.2 M steps from 8e-4, target 3.3). The budget is twice the reference's
+# 179,405 sequences.
 MI355X = Scale(
     name="mi355x",
     model=ModelConfig(

@@ -3,11 +3,12 @@
     runs/records/<scale>/<run id>/   record.json, curve.parquet, probes.parquet
     runs/checkpoints/<scale>/<run id>/   of a run that goes on, with its lock
 
-The key is the SHA-256 of configuration, device type, GEMM path and SEMANTICS_VERSION, so a record is found again by
-what it says and by nothing else, and merging two stores is copying directories. A record is written into a hidden
-folder, record.json (with the hashes of both tables) last, synced, and renamed: one that is half written or damaged is
-named in a warning and never read as whole. The tables are plain parquet for pandas and `datasets`; in the files each
-row also carries the arm (its recipe's name) and the seed, so that many can be read as one.
+The key is the SHA-256 of configuration, device type, GEMM path and SEMANTICS_VERSION, so a record is found
+again by what it says and by nothing else, and merging two stores is copying directories. A record is
+written into a hidden folder, record.json (with the hashes of both tables) last, synced, and renamed: one
+that is half written or damaged is named in a warning and never read as whole. The tables are plain parquet
+for pandas and `datasets`; in the files each row also carries the arm (its recipe's name) and the seed, so
+that many can be read as one.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class Record:
 
     @cached_property
     def curve(self) -> pd.DataFrame:
-        """step, tokens, train_loss, grad_norm, lr, eval_loss (nats a token, NaN where not evaluated), eval_bpb, ..."""
+        """step, tokens, train_loss, grad_norm, lr, eval_loss (nats a token, NaN where not evaluated),
+        eval_bpb, ..."""
         return self._table("curve")
 
     @cached_property
@@ -131,13 +133,18 @@ class Store:
         record = _read(self.folder(config, device))
         return record if record is not None and record.key == self.key(config, device) else None
 
-    def put(self, config: TrainConfig, result: TrainResult, device=None, *, corpus: str | None = None) -> Record:
+    def put(
+        self, config: TrainConfig, result: TrainResult, device=None, *, corpus: str | None = None
+    ) -> Record:
         """Store what `train` gave, all or nothing; an existing whole record of the arm is kept and returned.
 
         corpus: fingerprint of the tokens. Raises UserError for a paused run and when the disk is full.
         """
         if result.outcome["status"] not in ("finished", "diverged"):
-            raise UserError(f"a run with status {result.outcome['status']!r} has no record yet; allowed: finished, diverged")
+            raise UserError(
+                f"a run with status {result.outcome['status']!r} has no record yet; "
+                "allowed: finished, diverged"
+            )
         device = torch.device(device) if device is not None else default_device()
         final = self.folder(config, device)
         work = final.parent / f".{uuid.uuid4().hex}.tmp"
@@ -188,7 +195,8 @@ class Store:
     def load(self, scale: str | None = None, *, device_type: str | None = None) -> list[Record]:
         """Whole records of the current SEMANTICS_VERSION, sorted by run id; of equal keys the first.
 
-        scale, device_type: None takes all. Damaged records, and how many are of another version, are warned about.
+        scale, device_type: None takes all. Damaged records, and how many are of another version, are warned
+        about.
         """
         found, other_version = {}, 0
         for folder in self._folders(scale):
@@ -254,7 +262,10 @@ def _read(folder: Path) -> Record | None:
         record = Record(folder, data)
         about, version = data["machine"], data["semantics_version"]
         problem = "does not have the key of what it holds"
-        whole = data["format"] == FORMAT and _key(record.config, about["device_type"], about["path"], version) == record.key
+        whole = (
+            data["format"] == FORMAT
+            and _key(record.config, about["device_type"], about["path"], version) == record.key
+        )
         for name in TABLES:
             if whole:
                 problem = f"has a damaged {name}.parquet"

@@ -1,8 +1,10 @@
-"""Runs a plan: trains the arms that are missing, several at a time if asked, and can be stopped at any moment.
+"""Runs a plan: trains the arms that are missing, several at a time if asked, and can be stopped at any
+moment.
 
-Each arm of a plan with jobs > 1 runs in a process of its own, forked from a server that has torch loaded already; an
-arm that fails or is killed takes nothing with it. Ctrl-C (or SIGTERM, or the end of the time) lets every arm leave a
-checkpoint, from which the next call carries on. A second Ctrl-C ends at once; then the last periodic checkpoint counts.
+Each arm of a plan with jobs > 1 runs in a process of its own, forked from a server that has torch loaded
+already; an arm that fails or is killed takes nothing with it. Ctrl-C (or SIGTERM, or the end of the time)
+lets every arm leave a checkpoint, from which the next call carries on. A second Ctrl-C ends at once; then
+the last periodic checkpoint counts.
 """
 
 from __future__ import annotations
@@ -53,11 +55,17 @@ class Summary:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        parts = [f"{len(self.trained)} arms trained in {self.seconds:.0f} s", f"{len(self.present)} already there"]
+        parts = [
+            f"{len(self.trained)} arms trained in {self.seconds:.0f} s",
+            f"{len(self.present)} already there",
+        ]
         if self.diverged:
             parts.append(f"diverged: {', '.join(self.diverged)}")
         if self.paused or self.left:
-            parts.append(f"stopped with {len(self.paused)} paused and {len(self.left)} not begun: run it again to go on")
+            parts.append(
+                f"stopped with {len(self.paused)} paused and {len(self.left)} not begun: "
+                "run it again to go on"
+            )
         parts += [f"failed: {name} ({reason})" for name, reason in self.failed.items()]
         return "; ".join(parts)
 
@@ -76,7 +84,8 @@ def train_arm(
     on_step: Callable[[int], None] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> str:
-    """Train one arm into the store: "finished", "diverged", "paused", or "busy" when another process is at it."""
+    """Train one arm into the store: "finished", "diverged", "paused", or "busy" when another process is at
+    it."""
     device = torch.device(device) if device is not None else default_device()
     folder = store.checkpoint_dir(config, device)
     lock = store.lock(config, device)
@@ -119,8 +128,9 @@ def run_plan(
 ) -> Summary:
     """Train the missing arms of `plan`, `jobs` at a time (None: the scale's own number).
 
-    corpus: None packs or opens the plan's. max_minutes: stop then, with checkpoints. progress: a bar, where stderr is a
-    terminal, and a line that names what is there already. Raises UserError when the corpus cannot be had.
+    corpus: None packs or opens the plan's. max_minutes: stop then, with checkpoints. progress: a bar, where
+    stderr is a terminal, and a line that names what is there already. Raises UserError when the corpus
+    cannot be had.
     """
     jobs = plan.scale.jobs if jobs is None else jobs
     if jobs < 1:
@@ -147,14 +157,18 @@ def run_plan(
         deadline = None if max_minutes is None else started + 60 * max_minutes
         with bar, _stop_on_signal() as interrupted:
             pool = _Pool(plan, store, jobs, device, corpus, summary, bar)
-            pool.run(missing, lambda: interrupted.is_set() or (deadline is not None and time.monotonic() > deadline))
+            pool.run(
+                missing,
+                lambda: interrupted.is_set() or (deadline is not None and time.monotonic() > deadline),
+            )
     summary.seconds = time.monotonic() - started
     return summary
 
 
 @contextmanager
 def _stop_on_signal():
-    """Gives an event that Ctrl-C and SIGTERM set; a second one acts as usual. Only the main thread has signals."""
+    """Gives an event that Ctrl-C and SIGTERM set; a second one acts as usual. Only the main thread has
+    signals."""
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event
@@ -217,8 +231,8 @@ class _Pool:
             reason = None
             try:
                 status = train_arm(
-                    config, self.store, corpus=self.corpus, device=self.device, compile=self.plan.scale.compile,
-                    on_step=lambda _: self.bar.update(), stop=stop,
+                    config, self.store, corpus=self.corpus, device=self.device,
+                    compile=self.plan.scale.compile, on_step=lambda _: self.bar.update(), stop=stop,
                 )  # fmt: skip
             except Exception as error:  # the other arms go on; the reason is reported
                 status, reason = "failed", _one_line(error)
@@ -240,7 +254,15 @@ class _Pool:
                 config, step = queue.popleft()
                 retry_at = time.monotonic() + RETRY_SECONDS
                 ours, theirs = context.Pipe(duplex=False)
-                task = (theirs, config, self.store, self.corpus, str(self.device), self.plan.scale.compile, threads)
+                task = (
+                    theirs,
+                    config,
+                    self.store,
+                    self.corpus,
+                    str(self.device),
+                    self.plan.scale.compile,
+                    threads,
+                )
                 process = context.Process(target=_child, args=(*task, stopping), daemon=True)
                 process.start()
                 theirs.close()

@@ -1,9 +1,9 @@
 """Checkpoints of one run on one device: a folder of `step-00000123.pt`, each with its SHA-256 beside it.
 
-A checkpoint is written under a temporary name, synced, and renamed; then its `.sha256` (the format of sha256sum)
-likewise. Without a matching sum it does not count, so a write cut short by a crash or a full disk, or bytes that rot
-later, are noticed, and the one before is used. The newest KEEP are kept. Loading allows tensors and plain data only
-(weights_only), never code.
+A checkpoint is written under a temporary name, synced, and renamed; then its `.sha256` (the format of
+sha256sum) likewise. Without a matching sum it does not count, so a write cut short by a crash or a full
+disk, or bytes that rot later, are noticed, and the one before is used. The newest KEEP are kept. Loading
+allows tensors and plain data only (weights_only), never code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _NAME = re.compile(r"step-(\d{8})\.pt")
 def save(folder: Path | str, step: int, state: dict) -> Path:
     """Write `state` (tensors and plain data) as the checkpoint of `step`, then drop all but the newest KEEP.
 
-    Raises UserError when it cannot be written, e.g. on a full disk; earlier checkpoints are then as they were.
+    Raises UserError when it cannot be written, e.g. on a full disk; earlier checkpoints are then as they
+    were.
     """
     folder = Path(folder)
     path = folder / f"step-{step:08d}.pt"
@@ -42,7 +43,11 @@ def save(folder: Path | str, step: int, state: dict) -> Path:
         write_atomic(path, data)
         write_atomic(_sum_path(path), f"{hashlib.sha256(data).hexdigest()}  {path.name}\n".encode())
     except OSError as error:
-        reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
+        reason = (
+            "the disk is full"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT)
+            else error.strerror or str(error)
+        )
         raise UserError(f"cannot write checkpoint {path}: {reason}; earlier checkpoints are intact") from None
     for old in _files(folder)[KEEP:]:
         _remove(old)
@@ -50,13 +55,16 @@ def save(folder: Path | str, step: int, state: dict) -> Path:
 
 
 def load_latest(folder: Path | str, map_location="cpu") -> tuple[int, dict] | None:
-    """(step, state) of the newest whole checkpoint, or None. A damaged one is named in a warning and passed over."""
+    """(step, state) of the newest whole checkpoint, or None. A damaged one is named in a warning and passed
+    over."""
     for path in _files(Path(folder)):
         problem = _problem(path)
         if problem is None:
             try:
                 state = torch.load(path, map_location=map_location, weights_only=True)
-            except Exception as error:  # the sum fits, so the file holds something else than a state: named, passed over
+            except (
+                Exception
+            ) as error:  # the sum fits, so the file holds something else than a state: named, passed over
                 problem = f"cannot be loaded ({type(error).__name__})"
             else:
                 return int(_NAME.fullmatch(path.name)[1]), state
@@ -79,7 +87,8 @@ def remove(folder: Path | str) -> None:
 
 
 def write_atomic(path: Path, data) -> None:
-    """Replace `path` by `data` (bytes-like): the old file or the whole new one, whatever happens. Raises OSError."""
+    """Replace `path` by `data` (bytes-like): the old file or the whole new one, whatever happens. Raises
+    OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:

@@ -1,7 +1,7 @@
 """Configurations: everything that determines what a training run computes, as two frozen dataclasses.
 
-Plain data. They round-trip through dicts (`to_dict`, `from_dict`), unknown fields are refused with the known ones,
-and values that cannot work are refused when the object is made, before anything is trained.
+Plain data. They round-trip through dicts (`to_dict`, `from_dict`), unknown fields are refused with the
+known ones, and values that cannot work are refused when the object is made, before anything is trained.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class ModelConfig:
     def __post_init__(self):
         _positive(self, "vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "max_seq_len")
         if self.dim % (2 * self.n_heads):
-            raise UserError(f"dim={self.dim} must be a multiple of 2 n_heads={2 * self.n_heads}: RoPE turns pairs")
+            raise UserError(
+                f"dim={self.dim} must be a multiple of 2 n_heads={2 * self.n_heads}: RoPE turns pairs"
+            )
         if self.n_heads % self.n_kv_heads:
             raise UserError(f"n_heads={self.n_heads} must be a multiple of n_kv_heads={self.n_kv_heads}")
         if self.n_experts < 0 or (self.n_experts and not 0 < self.n_experts_per_token <= self.n_experts):
@@ -88,7 +90,8 @@ class TrainConfig:
     recipe: str
     """Name of the recipe, as `mxfp4.recipe` parses it."""
     seed: int
-    """Picks initial weights, order of the data and random numbers of the recipe; arms of a seed share the first two."""
+    """Picks initial weights, order of the data and random numbers of the recipe; arms of a seed share the
+    first two."""
     model: ModelConfig
     """The model."""
     corpus: str
@@ -130,20 +133,37 @@ class TrainConfig:
     micro_batches: int = 1
     """Equal parts that a batch is computed in, gradients summed."""
     decay_steps: int = 0
-    """Steps of the whole schedule, warm-up included; 0: `steps`. MLPerf's cosine is far longer than the run."""
+    """Steps of the whole schedule, warm-up included; 0: `steps`. MLPerf's cosine is far longer than the
+    run."""
 
     def __post_init__(self):
         object.__setattr__(self, "probe_steps", tuple(self.probe_steps))
         recipe(self.recipe)
-        _positive(self, "seq_len", "batch_size", "steps", "eval_every", "eval_sequences", "micro_batches", "lr", "clip")
+        _positive(
+            self,
+            "seq_len",
+            "batch_size",
+            "steps",
+            "eval_every",
+            "eval_sequences",
+            "micro_batches",
+            "lr",
+            "clip",
+        )
         if self.seed < 0 or self.warmup < 0 or self.decay_steps < 0:
-            raise UserError(f"seed={self.seed}, warmup={self.warmup}, decay_steps={self.decay_steps} must not be negative")
+            raise UserError(
+                f"seed={self.seed}, warmup={self.warmup}, decay_steps={self.decay_steps} must not be negative"
+            )
         if not 0 <= self.lr_min <= self.lr:
             raise UserError(f"lr_min={self.lr_min} must lie in 0 to lr={self.lr}")
         if self.seq_len > self.model.max_seq_len:
-            raise UserError(f"seq_len={self.seq_len} exceeds the model's max_seq_len={self.model.max_seq_len}")
+            raise UserError(
+                f"seq_len={self.seq_len} exceeds the model's max_seq_len={self.model.max_seq_len}"
+            )
         if self.batch_size % self.micro_batches:
-            raise UserError(f"batch_size={self.batch_size} must be a multiple of micro_batches={self.micro_batches}")
+            raise UserError(
+                f"batch_size={self.batch_size} must be a multiple of micro_batches={self.micro_batches}"
+            )
         if self.stop_at_target and self.target_loss is None:
             raise UserError("stop_at_target=True needs a target_loss")
 

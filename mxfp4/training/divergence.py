@@ -1,7 +1,8 @@
 """When a run counts as diverged: an outcome that is recorded, with its step and reason, not an error.
 
-Diverged is a loss or gradient norm that is NaN or infinite, or a collapse: the mean training loss of the last WINDOW
-steps is at ln V, the loss of a model that knows nothing (V tokens in the vocabulary), after it had been MARGIN below.
+Diverged is a loss or gradient norm that is NaN or infinite, or a collapse: the mean training loss of the
+last WINDOW steps is at ln V, the loss of a model that knows nothing (V tokens in the vocabulary), after it
+had been MARGIN below.
 """
 
 from __future__ import annotations
@@ -33,5 +34,6 @@ class DivergenceWatch:
         mean = sum(self.recent) / WINDOW
         self.has_learned |= mean < self.know_nothing - MARGIN
         if self.has_learned and mean >= self.know_nothing:
-            return f"training loss is back at ln V = {self.know_nothing:.2f}: mean {mean:.2f} over {WINDOW} steps"
+            level = f"ln V = {self.know_nothing:.2f}"
+            return f"training loss is back at {level}: mean {mean:.2f} over {WINDOW} steps"
         return None

@@ -19,7 +19,8 @@ def compute_context(device: torch.device) -> AbstractContextManager:
 
 
 def token_loss(model: nn.Module, windows: Tensor) -> Tensor:
-    """Mean cross-entropy in nats (FP32, 0-d) of windows [batch, seq + 1] int64: each token from those before it."""
+    """Mean cross-entropy in nats (FP32, 0-d) of windows [batch, seq + 1] int64: each token from those
+    before it."""
     with compute_context(windows.device):
         logits = model(windows[:, :-1])
     return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())

@@ -1,11 +1,12 @@
 """The training loop: one configuration to one curve.
 
-Initial weights depend on the seed alone and batches on (step, seed), so the arms of a seed start equal and see the
-same tokens: their differences are paired. Losses stay on the device and are fetched rarely, so a GPU does not wait.
+Initial weights depend on the seed alone and batches on (step, seed), so the arms of a seed start equal and
+see the same tokens: their differences are paired. Losses stay on the device and are fetched rarely, so a
+GPU does not wait.
 
-Resuming needs the step number, weights and optimizer state: batches are a function of the step, and `set_step` makes
-a recipe's random numbers one. On the CPU a run that was killed and resumed has the bytes of one that was not (with the
-same number of threads, which decides the order of sums).
+Resuming needs the step number, weights and optimizer state: batches are a function of the step, and
+`set_step` makes a recipe's random numbers one. On the CPU a run that was killed and resumed has the bytes
+of one that was not (with the same number of threads, which decides the order of sums).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ FETCH_EVERY = {"cpu": 1, "cuda": 20}  # steps between two looks at the losses
 CHECKPOINT_SECONDS = 60.0
 
 Probe = Callable[[nn.Module, int, Tensor], list[dict]]
-"""(model before step `step`, step from 1, its batch [batch, seq + 1]) -> tidy rows. May run forward and backward."""
+"""(model before step `step`, step from 1, its batch [batch, seq + 1]) -> tidy rows. May run forward and
+backward."""
 
 
 class TokenSource(Protocol):
@@ -53,8 +55,8 @@ class TrainResult:
     """What a run gave."""
 
     curve: list[dict]
-    """step, tokens, train_loss, grad_norm, lr, eval_loss (nats a token, NaN where not evaluated), eval_bpb and
-    balance_loss (NaN for a dense model). Row 0 is the evaluation of the initial weights."""
+    """step, tokens, train_loss, grad_norm, lr, eval_loss (nats a token, NaN where not evaluated), eval_bpb
+    and balance_loss (NaN for a dense model). Row 0 is the evaluation of the initial weights."""
     probes: list[dict]
     """Rows of the probe."""
     outcome: dict
@@ -80,20 +82,28 @@ def train(
 ) -> TrainResult:
     """Train one arm, from its checkpoint if `checkpoint_dir` holds one.
 
-    corpus: None packs or opens `config.corpus`. device: None is the GPU if there is one. checkpoint_seconds: time
-    between checkpoints (0: one a step). on_step: called with the number of each finished step. compile: torch.compile
-    on each block. stop: asked after each step; True leaves a checkpoint and gives the outcome "paused".
-    Raises UserError when the corpus or checkpoint does not fit the configuration, or a checkpoint cannot be written.
+    corpus: None packs or opens `config.corpus`. device: None is the GPU if there is one.
+    checkpoint_seconds: time between checkpoints (0: one a step). on_step: called with the number of each
+    finished step. compile: torch.compile on each block. stop: asked after each step; True leaves a
+    checkpoint and gives the outcome "paused".
+    Raises UserError when the corpus or checkpoint does not fit the configuration, or a checkpoint cannot be
+    written.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if corpus is None:
-        from mxfp4.training.packing import prepare  # imports the tokenizer library, which a given corpus does not need
+        from mxfp4.training.packing import prepare  # slow to import, and not needed for a given corpus
 
         corpus = prepare(config.corpus, config.model.vocab_size, progress=progress)
     run = _Run(config, corpus, device, compile)
     if checkpoint_dir is not None:
         run.resume(Path(checkpoint_dir))
-    bar = tqdm(total=config.steps, initial=run.step, desc=config.recipe, unit="step", disable=None if progress else True)
+    bar = tqdm(
+        total=config.steps,
+        initial=run.step,
+        desc=config.recipe,
+        unit="step",
+        disable=None if progress else True,
+    )
     saved = time.monotonic()
     with bar:
         if not run.rows:
@@ -122,7 +132,8 @@ class _Run:
     def __init__(self, config: TrainConfig, corpus: TokenSource, device: torch.device, compile: bool):
         if corpus.vocab_size != config.model.vocab_size:
             raise UserError(
-                f"the corpus has a vocabulary of {corpus.vocab_size}, the model one of {config.model.vocab_size}"
+                f"the corpus has a vocabulary of {corpus.vocab_size}, "
+                f"the model one of {config.model.vocab_size}"
             )
         self.config, self.corpus, self.device = config, corpus, device
         self.model = convert(build_model(config.model, config.seed, device), config.recipe, seed=config.seed)
@@ -174,7 +185,8 @@ class _Run:
             self.status = "finished"
 
     def _gradients(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Accumulate the gradient of a batch; return its mean loss and the load-balance loss, on the device."""
+        """Accumulate the gradient of a batch; return its mean loss and the load-balance loss, on the
+        device."""
         parts = batch.chunk(self.config.micro_batches)
         total = torch.zeros((), device=self.device)
         balance = torch.full((), math.nan if not self.config.model.n_experts else 0.0, device=self.device)
@@ -259,9 +271,13 @@ class _Run:
         ours, theirs = self.config.to_dict(), state["config"]
         for name in ours:
             if ours[name] != theirs.get(name, ours[name]):
-                raise UserError(f"{folder} is of a run with {name}={theirs[name]!r}, this one has {ours[name]!r}")
+                raise UserError(
+                    f"{folder} is of a run with {name}={theirs[name]!r}, this one has {ours[name]!r}"
+                )
         if state["corpus"] != self.corpus.fingerprint:
-            raise UserError(f"{folder} was trained on corpus {state['corpus']}, this one is {self.corpus.fingerprint}")
+            raise UserError(
+                f"{folder} was trained on corpus {state['corpus']}, this one is {self.corpus.fingerprint}"
+            )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.rows, self.probes, self.target = state["curve"], state["probes"], state["target"]

@@ -1,12 +1,14 @@
-"""Llama: RMSNorm, RoPE, grouped-query attention, SwiGLU, untied head, no biases; dense or a mixture of experts.
+"""Llama: RMSNorm, RoPE, grouped-query attention, SwiGLU, untied head, no biases; dense or a mixture of
+experts.
 
 Module names are those of Meta's reference and TorchTitan (layers.N.attention.wq, layers.N.feed_forward.w1,
-tok_embeddings, norm, output). RoPE turns the two halves of a head, as in Hugging Face, so weights can be exported to
-that format without permuting rows. Attention is causal over the whole sequence: no document mask (MLPerf's rule).
+tok_embeddings, norm, output). RoPE turns the two halves of a head, as in Hugging Face, so weights can be
+exported to that format without permuting rows. Attention is causal over the whole sequence: no document
+mask (MLPerf's rule).
 
 Initial weights are normal with std 0.02, the matrices that write to the residual stream (wo, w2) divided by
-sqrt(2 n_layers) (GPT-2, Megatron). Each parameter draws from its own generator, seeded by (seed, name), on the CPU:
-the same bytes for every recipe, device and sharding.
+sqrt(2 n_layers) (GPT-2, Megatron). Each parameter draws from its own generator, seeded by (seed, name), on
+the CPU: the same bytes for every recipe, device and sharding.
 """
 
 from __future__ import annotations
@@ -66,7 +68,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
         batch, seq, dim = x.shape
-        q, k, v = (p(x).view(batch, seq, -1, self.config.head_dim).transpose(1, 2) for p in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            p(x).view(batch, seq, -1, self.config.head_dim).transpose(1, 2)
+            for p in (self.wq, self.wk, self.wv)
+        )
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         groups = self.config.n_heads // self.config.n_kv_heads
         if groups > 1:
@@ -89,10 +94,12 @@ class FeedForward(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token goes to its top k of n experts, weighted by the router's probabilities, renormalized over the k.
+    """Each token goes to its top k of n experts, weighted by the router's probabilities, renormalized over
+    the k.
 
     The router runs in FP32 and is never quantized. `balance` holds the last forward's load-balance loss,
-    n_experts * sum_i f_i p_i with f the share of assignments and p the mean probability of expert i: 1 when even.
+    n_experts * sum_i f_i p_i with f the share of assignments and p the mean probability of expert i: 1 when
+    even.
     """
 
     def __init__(self, config: ModelConfig):

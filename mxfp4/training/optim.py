@@ -1,7 +1,7 @@
 """The optimizer and its schedule, as in the MLPerf reference for Llama 3.1-8B (Megatron's AdamW).
 
-Weight decay goes to every matrix, embedding and LM head included, and to no norm (Megatron's rule: parameters of one
-axis do not decay). Linear warm-up, then a cosine to lr_min.
+Weight decay goes to every matrix, embedding and LM head included, and to no norm (Megatron's rule:
+parameters of one axis do not decay). Linear warm-up, then a cosine to lr_min.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
         {"params": [p for p in params if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    return torch.optim.AdamW(
+        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
+    )
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Learning rate of optimizer step `step` (the first is 1): lr is reached at step `warmup`, lr_min at the end."""
+    """Learning rate of optimizer step `step` (the first is 1): lr is reached at step `warmup`, lr_min at
+    the end."""
     if step < config.warmup:
         return config.lr * step / config.warmup
     total = config.decay_steps or config.steps

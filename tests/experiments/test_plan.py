@@ -20,7 +20,8 @@ from mxfp4.experiments.workers import arm_name, run_plan
 
 CORPUS = FakeCorpus()
 SCALE = replace(
-    CPU, model=TINY, seq_len=16, batch_size=4, steps=12, eval_every=4, eval_sequences=4, probe_steps=(), warmup=3
+    CPU, model=TINY, seq_len=16, batch_size=4, steps=12, eval_every=4, eval_sequences=4, warmup=3,
+    probe_steps=(),
 )  # fmt: skip
 
 
@@ -46,7 +47,13 @@ def test_arms_of_a_plan_differ_in_recipe_and_seed_alone(scale):
 def test_table_1_has_the_papers_scopes_and_stabilisers():
     names = {a.recipe for a in plan("table1", "cpu").arms}
     scopes = ("mxfp4-fprop", "mxfp4-fprop-dgrad", "mxfp4")
-    assert names == {"bf16", "fp8", *scopes, "mxfp4+h32", *(f"{s}+{x}" for s in scopes for x in ("sr", "rht16", "h16"))}
+    assert names == {
+        "bf16",
+        "fp8",
+        *scopes,
+        "mxfp4+h32",
+        *(f"{s}+{x}" for s in scopes for x in ("sr", "rht16", "h16")),
+    }
     assert {"mxfp4-dgrad", "mxfp4-wgrad"} < {a.recipe for a in plan("table1", "gpu").arms}
 
 
@@ -102,7 +109,9 @@ def test_several_processes_give_the_bytes_of_one(store, tmp_path):
     assert sorted(summary.trained) == sorted(arm_name(a) for a in small().arms)
     for a, b in zip(one.load("cpu"), store.load("cpu"), strict=True):
         assert a.run_id == b.run_id
-        assert a.curve["eval_loss"].dropna().to_list() == pytest.approx(b.curve["eval_loss"].dropna().to_list(), rel=1e-5)
+        assert a.curve["eval_loss"].dropna().to_list() == pytest.approx(
+            b.curve["eval_loss"].dropna().to_list(), rel=1e-5
+        )
 
 
 class Broken(FakeCorpus):
@@ -117,14 +126,21 @@ class Broken(FakeCorpus):
 
 
 def test_an_arm_that_fails_takes_nothing_with_it(store):
-    summary = run_plan(small(recipes=("bf16",), seeds=(0, 1, 2)), store, jobs=1, device="cpu", corpus=Broken())
-    assert summary.failed == {"bf16-s1": "RuntimeError: two lines"} and summary.trained == ["bf16-s0", "bf16-s2"]
+    summary = run_plan(
+        small(recipes=("bf16",), seeds=(0, 1, 2)), store, jobs=1, device="cpu", corpus=Broken()
+    )
+    assert summary.failed == {"bf16-s1": "RuntimeError: two lines"} and summary.trained == [
+        "bf16-s0",
+        "bf16-s2",
+    ]
 
 
 def test_an_arm_whose_process_is_killed_takes_nothing_with_it(store):
     corpus = Broken(fingerprint="kill")
     summary = run_plan(small(recipes=("bf16",), seeds=(1, 0)), store, jobs=2, device="cpu", corpus=corpus)
-    assert summary.failed == {"bf16-s1": "its process ended with exit code -9"} and summary.trained == ["bf16-s0"]
+    assert summary.failed == {"bf16-s1": "its process ended with exit code -9"} and summary.trained == [
+        "bf16-s0"
+    ]
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
@@ -148,7 +164,8 @@ from test_plan import SCALE, small
 from mxfp4.experiments.store import Store
 from mxfp4.experiments.workers import run_plan
 if __name__ == "__main__":
-    print(run_plan(small(recipes=("bf16",), seeds=(0,), steps={steps}), Store({root!r}), jobs={jobs}, device="cpu", corpus=FakeCorpus()))
+    plan = small(recipes=("bf16",), seeds=(0,), steps={steps})
+    print(run_plan(plan, Store({root!r}), jobs={jobs}, device="cpu", corpus=FakeCorpus()))
 """
 
 
@@ -156,7 +173,9 @@ def started(store, jobs, steps=100_000):
     folder = str(Path(__file__).parent)
     code = RUN.format(tests=str(Path(__file__).parents[1]), root=str(store.root), jobs=jobs, steps=steps)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(Path(__file__).parents[2])])}
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
+    )
     deadline = time.monotonic() + 60
     while not any(b.holder for b in store.begun()) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,4 +1,5 @@
-"""The run store: found by what determines a result, whole or not at all, mergeable, nowhere but under runs/."""
+"""The run store: found by what determines a result, whole or not at all, mergeable, nowhere but under
+runs/."""
 
 import errno
 import json
@@ -23,7 +24,15 @@ from mxfp4.training.loop import TrainResult, train
 
 def result(loss=3.0, status="finished", probes=()):
     row = {"step": 0, "tokens": 0, "train_loss": float("nan"), "eval_loss": loss}
-    outcome = {"status": status, "step": 12, "tokens": 768, "reason": None, "final_loss": loss, "final_bpb": 1.0, "target": None}
+    outcome = {
+        "status": status,
+        "step": 12,
+        "tokens": 768,
+        "reason": None,
+        "final_loss": loss,
+        "final_bpb": 1.0,
+        "target": None,
+    }
     timings = {"train_seconds": 1.0, "evaluate_seconds": 0.1, "tokens_per_second": 700.0}
     return TrainResult([row], list(probes), outcome, timings, None)
 
@@ -36,7 +45,15 @@ def store(tmp_path):
 def test_a_record_comes_back(store):
     config = tiny_config(recipe="mxfp4+h16")
     trained = train(config, corpus=FakeCorpus(), device="cpu", progress=False)
-    probe = {"step": 1, "recipe": "mxfp4", "layer": "all", "gemm": "wgrad", "tensor": "g", "metric": "error", "value": 0.1}
+    probe = {
+        "step": 1,
+        "recipe": "mxfp4",
+        "layer": "all",
+        "gemm": "wgrad",
+        "tensor": "g",
+        "metric": "error",
+        "value": 0.1,
+    }
     trained.probes.append(probe)
     assert store.get(config, "cpu") is None
     record = store.put(config, trained, "cpu", corpus="fake")
@@ -53,7 +70,10 @@ def test_a_record_comes_back(store):
 
 def test_the_key_is_of_what_determines_the_result(store, monkeypatch):
     config = tiny_config()
-    keys = {store.key(c, "cpu") for c in (config, replace(config, seed=1), replace(config, lr=0.5), replace(config, recipe="fp8"))}
+    keys = {
+        store.key(c, "cpu")
+        for c in (config, replace(config, seed=1), replace(config, lr=0.5), replace(config, recipe="fp8"))
+    }
     keys.add(store.key(config, "cuda"))
     monkeypatch.setattr(mxfp4, "SEMANTICS_VERSION", mxfp4.SEMANTICS_VERSION + 1)
     keys.add(store.key(config, "cpu"))
@@ -69,7 +89,9 @@ def test_records_of_another_semantics_version_are_left_out(store, monkeypatch):
     assert store.get(config, "cpu") is None
 
 
-@pytest.mark.parametrize("damage", ["no json", "cut json", "flipped curve", "no probes", "other config", "list", "binary"])
+@pytest.mark.parametrize(
+    "damage", ["no json", "cut json", "flipped curve", "no probes", "other config", "list", "binary"]
+)
 def test_a_damaged_record_is_named_and_never_read(store, damage):
     config = tiny_config()
     folder = store.put(config, result(), "cpu").folder
@@ -94,7 +116,9 @@ def test_a_damaged_record_is_named_and_never_read(store, damage):
         with pytest.warns(UserWarning, match=folder.name):
             assert read() is None
     with pytest.warns(UserWarning, match=folder.name):
-        assert store.put(config, result(2.5), "cpu").outcome["final_loss"] == 2.5  # the arm can be stored again
+        assert (
+            store.put(config, result(2.5), "cpu").outcome["final_loss"] == 2.5
+        )  # the arm can be stored again
     assert [r.outcome["final_loss"] for r in store.load("cpu")] == [2.5]
 
 
@@ -142,7 +166,9 @@ def test_stores_merge_by_copying_and_duplicates_resolve(store, tmp_path):
     twice = next((store.root / "records" / "cpu").glob("*-s0-*"))
     shutil.copytree(twice, twice.with_name(twice.name + " (copy)"))
     records = store.load("cpu")
-    assert [r.config.seed for r in records] == [0, 1, 2] and [r.run_id for r in records] == [r.run_id for r in store.load()]
+    assert [r.config.seed for r in records] == [0, 1, 2] and [r.run_id for r in records] == [
+        r.run_id for r in store.load()
+    ]
     assert records[0].folder == twice
 
 
@@ -154,12 +180,18 @@ def test_paused_runs_have_no_record(store):
 @pytest.mark.parametrize("scale", ["../x", "/etc", "a/b", "..", ".", "", "a\0b", "a" * 33, "A", "a\n"])
 def test_a_scale_cannot_lead_outside(store, scale):
     config = tiny_config(scale=scale)
-    for call in (lambda: store.folder(config), lambda: store.checkpoint_dir(config), lambda: store.put(config, result(), "cpu")):
+    for call in (
+        lambda: store.folder(config),
+        lambda: store.checkpoint_dir(config),
+        lambda: store.put(config, result(), "cpu"),
+    ):
         with pytest.raises(UserError, match="is not a name"):
             call()
 
 
-@pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "a\0b", "x" * 5000, "..", "", "mxfp4+../h16", "é\n"])
+@pytest.mark.parametrize(
+    "name", ["../../x", "/etc/passwd", "a\0b", "x" * 5000, "..", "", "mxfp4+../h16", "é\n"]
+)
 def test_a_recipe_name_cannot_lead_outside(store, name):
     config = tiny_config()
     object.__setattr__(config, "recipe", name)  # past the check of recipes
@@ -178,7 +210,10 @@ def test_tables_are_readable_with_datasets_offline(store, tmp_path, monkeypatch)
         store.put(tiny_config(seed=seed), result(seed), "cpu")
     files = sorted(str(p) for p in store.root.glob("records/cpu/*/curve.parquet"))
     rows = load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
-    assert sorted(zip(rows["arm"], rows["seed"], rows["eval_loss"], strict=True)) == [("bf16", 0, 0.0), ("bf16", 1, 1.0)]
+    assert sorted(zip(rows["arm"], rows["seed"], rows["eval_loss"], strict=True)) == [
+        ("bf16", 0, 0.0),
+        ("bf16", 1, 1.0),
+    ]
 
 
 HOLD = """
@@ -193,7 +228,9 @@ time.sleep(600)
 
 def test_a_lock_ends_with_its_process_whatever_the_clock_says(tmp_path):
     path = tmp_path / "arm.lock"
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, path], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, path], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    )
     assert holder.stdout.readline() == "held\n"
     lock = Lock(path)
     os.utime(path, (0, 0))  # as old as can be: still held

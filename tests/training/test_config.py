@@ -45,7 +45,9 @@ def test_values_that_cannot_work_are_refused(changes, message):
         tiny_config(**changes)
 
 
-@pytest.mark.parametrize("changes", [{"n_heads": 3}, {"n_kv_heads": 3}, {"dim": 0}, {"n_experts": 2, "n_experts_per_token": 3}])
+@pytest.mark.parametrize(
+    "changes", [{"n_heads": 3}, {"n_kv_heads": 3}, {"dim": 0}, {"n_experts": 2, "n_experts_per_token": 3}]
+)
 def test_sizes_that_cannot_work_are_refused(changes):
     with pytest.raises(UserError, match=next(reversed(changes))):
         replace(TINY, **changes)

@@ -1,4 +1,5 @@
-"""The Llama: sizes, initial weights, causality, its parts against independent formulas, the mixture of experts."""
+"""The Llama: sizes, initial weights, causality, its parts against independent formulas, the mixture of
+experts."""
 
 from dataclasses import replace
 
@@ -14,7 +15,9 @@ MOE = replace(TINY, n_experts=4)
 TOKENS = torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize("config", [TINY, MOE, replace(TINY, tie_embeddings=True), replace(TINY, n_layers=3, n_kv_heads=2)])
+@pytest.mark.parametrize(
+    "config", [TINY, MOE, replace(TINY, tie_embeddings=True), replace(TINY, n_layers=3, n_kv_heads=2)]
+)
 def test_parameter_count_is_the_real_count(config):
     with torch.device("meta"):
         model = Llama(config)

@@ -10,7 +10,9 @@ from mxfp4.experiments.commands.train import add_plan_arguments, chosen_plan
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register the sub-command."""
-    parser = subparsers.add_parser("plan", help="what is done, what is left, what it will cost", description=__doc__)
+    parser = subparsers.add_parser(
+        "plan", help="what is done, what is left, what it will cost", description=__doc__
+    )
     add_plan_arguments(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU if there is one")
     parser.set_defaults(handler=run)
@@ -27,9 +29,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"{arm.config.recipe:<{width}}  seed {arm.config.seed}  {_describe(arm)}")
     counts = Counter("done" if a.done else "begun" if a.step else "missing" for a in status)
     tokens = sum((a.config.steps - a.step) * a.config.tokens_per_step for a in status if not a.done)
-    print(f"\n{args.plan} at scale {args.scale}: {counts['done']} of {len(status)} arms done, {counts['begun']} begun")
+    print(
+        f"\n{args.plan} at scale {args.scale}: {counts['done']} of {len(status)} arms done, {counts['begun']} begun"
+    )
     if tokens:
-        print(f"left: {tokens:,} training tokens, {_cost([a for a in status if not a.done], plan.scale.jobs)}")
+        print(
+            f"left: {tokens:,} training tokens, {_cost([a for a in status if not a.done], plan.scale.jobs)}"
+        )
     return 0
 
 
@@ -37,7 +43,9 @@ def _describe(arm) -> str:
     if arm.done:
         outcome = arm.record.outcome
         loss = outcome["final_loss"]
-        text = f"{outcome['status']} at step {outcome['step']}" + (f", loss {loss:.4f}" if loss is not None else "")
+        text = f"{outcome['status']} at step {outcome['step']}" + (
+            f", loss {loss:.4f}" if loss is not None else ""
+        )
         return f"{text}, {outcome['reason']}" if outcome["reason"] else text
     text = f"begun, step {arm.step} of {arm.config.steps}" if arm.step else "missing"
     return text if arm.seconds is None else f"{text}, {duration(arm.seconds)}"
@@ -46,11 +54,13 @@ def _describe(arm) -> str:
 def _cost(left: list, jobs: int) -> str:
     if any(a.seconds is None for a in left):
         return "time unknown until one arm of this scale is in the store"
-    return f"about {duration(sum(a.seconds for a in left) / jobs)} with {jobs} at a time, from measured speeds"
+    return (
+        f"about {duration(sum(a.seconds for a in left) / jobs)} with {jobs} at a time, from measured speeds"
+    )
 
 
 def duration(seconds: float) -> str:
-    """"12 s", "3.5 min", "7.2 h"."""
+    """ "12 s", "3.5 min", "7.2 h"."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -8,7 +8,9 @@ from collections import Counter
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register the sub-command."""
-    parser = subparsers.add_parser("status", help="records, and runs that go on or were stopped", description=__doc__)
+    parser = subparsers.add_parser(
+        "status", help="records, and runs that go on or were stopped", description=__doc__
+    )
     parser.set_defaults(handler=run)
 
 
@@ -22,7 +24,10 @@ def run(args: argparse.Namespace) -> int:
     by_scale = Counter((r.config.scale, r.outcome["status"]) for r in records)
     for scale in sorted({r.config.scale for r in records}):
         finished, diverged = by_scale[scale, "finished"], by_scale[scale, "diverged"]
-        print(f"scale {scale}: {finished + diverged} records" + (f", {diverged} of them diverged" if diverged else ""))
+        print(
+            f"scale {scale}: {finished + diverged} records"
+            + (f", {diverged} of them diverged" if diverged else "")
+        )
     begun = store.begun()
     for run_ in begun:
         print(f"scale {run_.scale}: {run_.run_id} at step {run_.step}, {run_.holder or 'stopped'}")

@@ -10,7 +10,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("train", help="train the missing arms of a plan", description=__doc__)
     add_plan_arguments(parser)
     parser.add_argument("--jobs", type=int, help="arms at a time (default: the scale's)")
-    parser.add_argument("--max-minutes", type=float, metavar="M", help="stop after M minutes, with checkpoints")
+    parser.add_argument(
+        "--max-minutes", type=float, metavar="M", help="stop after M minutes, with checkpoints"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU if there is one")
     parser.add_argument("--quiet", action="store_true", help="print the summary alone")
     parser.set_defaults(handler=run)
@@ -19,9 +21,15 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that pick a plan and some of its arms; `chosen_plan` reads them."""
     parser.add_argument("--scale", default="cpu", help="cpu, gpu or mi355x (default: cpu)")
-    parser.add_argument("--plan", default="all", help="table1, p2, disagreement, others or all (default: all)")
-    parser.add_argument("--arm", action="append", metavar="RECIPE", help="these recipes instead; may be given again")
-    parser.add_argument("--seed", action="append", type=int, metavar="S", help="these seeds instead; may be given again")
+    parser.add_argument(
+        "--plan", default="all", help="table1, p2, disagreement, others or all (default: all)"
+    )
+    parser.add_argument(
+        "--arm", action="append", metavar="RECIPE", help="these recipes instead; may be given again"
+    )
+    parser.add_argument(
+        "--seed", action="append", type=int, metavar="S", help="these seeds instead; may be given again"
+    )
 
 
 def chosen_plan(args: argparse.Namespace):
@@ -32,7 +40,8 @@ def chosen_plan(args: argparse.Namespace):
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when every arm has a record (diverged ones included), 130 when stopped before, 1 when an arm failed."""
+    """0 when every arm has a record (diverged ones included), 130 when stopped before, 1 when an arm
+    failed."""
     from mxfp4.experiments.workers import run_plan
 
     summary = run_plan(
