@@ -22,7 +22,7 @@ from mxfp4.errors import UserError
 from mxfp4.experiments.scales import Scale, get_scale
 from mxfp4.experiments.store import Record, Store
 from mxfp4.training import checkpoint
-from mxfp4.training.config import TrainConfig
+from mxfp4.training.config import ModelConfig, TrainConfig
 
 SCOPES = ("mxfp4-fprop", "mxfp4-fprop-dgrad", "mxfp4")
 STABILISERS = ("sr", "rht16", "h16")
@@ -115,9 +115,11 @@ class Plan:
 
     def status(self, store: Store, device=None) -> list[ArmStatus]:
         """Each arm: done, begun or missing, and its cost."""
-        cost = _seconds_per_token(store, self.scale.name)
+        records = store.load(self.scale.name)
+        costs = {model: _seconds_per_token(records, model) for model in {a.model for a in self.arms}}
         found = []
         for config in self.arms:
+            cost = costs[config.model]
             record = store.get(config, device)
             step = 0 if record else checkpoint.latest_step(store.checkpoint_dir(config, device)) or 0
             rate = cost.get(config.recipe, cost.get(""))
@@ -138,13 +140,12 @@ class Plan:
         return run_plan(self, store or Store(), jobs=jobs, **options)
 
 
-def _seconds_per_token(store: Store, scale: str) -> dict[str, float]:
-    """{recipe: seconds a training token took, evaluation included}, from the records; "" is the mean over
-    recipes."""
+def _seconds_per_token(records: list[Record], model: ModelConfig) -> dict[str, float]:
+    """{recipe: seconds a training token of this model took, evaluation included}; "" is the mean over recipes."""
     took: dict[str, list[float]] = {}
-    for record in store.load(scale):
-        seconds = record.timings["train_seconds"] + record.timings["evaluate_seconds"]
-        if record.outcome["tokens"]:
+    for record in records:
+        if record.config.model == model and record.outcome["tokens"]:
+            seconds = record.timings["train_seconds"] + record.timings["evaluate_seconds"]
             took.setdefault(record.config.recipe, []).append(seconds / record.outcome["tokens"])
     means = {name: sum(values) / len(values) for name, values in took.items()}
     return {**means, "": sum(means.values()) / len(means)} if means else {}

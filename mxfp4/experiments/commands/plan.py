@@ -29,9 +29,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{arm.config.recipe:<{width}}  seed {arm.config.seed}  {_describe(arm)}")
     counts = Counter("done" if a.done else "begun" if a.step else "missing" for a in status)
     tokens = sum((a.config.steps - a.step) * a.config.tokens_per_step for a in status if not a.done)
-    print(
-        f"\n{args.plan} at scale {args.scale}: {counts['done']} of {len(status)} arms done, {counts['begun']} begun"
-    )
+    done = f"{counts['done']} of {len(status)} arms done, {counts['begun']} begun"
+    print(f"\n{args.plan} at scale {args.scale}: {done}")
     if tokens:
         print(
             f"left: {tokens:,} training tokens, {_cost([a for a in status if not a.done], plan.scale.jobs)}"
