@@ -141,7 +141,7 @@ class Plan:
 
 
 def _seconds_per_token(records: list[Record], model: ModelConfig) -> dict[str, float]:
-    """{recipe: seconds a training token of this model took, evaluation included}; "" is the mean over recipes."""
+    """{recipe: seconds a token of this model took, evaluation included}; "" is the mean over recipes."""
     took: dict[str, list[float]] = {}
     for record in records:
         if record.config.model == model and record.outcome["tokens"]:
