@@ -70,12 +70,13 @@ def _spread(frame: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 def outcome_text(study: Study, arm: str) -> str:
-    """ "3 seeds finished", or where it diverged."""
+    """ "3 finished", or how many diverged and when."""
     records = study.arms.get(arm, {})
-    gone = [f"seed {s} diverged at step {records[s].outcome['step']}" for s in study.diverged(arm)]
-    finished = len(records) - len(gone)
-    parts = ([f"{finished} seed{'s' if finished != 1 else ''} finished"] if finished else []) + gone
-    return "; ".join(parts) or "not run"
+    gone = study.diverged(arm)
+    steps = ", ".join(str(records[s].outcome["step"]) for s in gone)
+    parts = [f"{len(records) - len(gone)} finished"] if len(records) > len(gone) else []
+    parts += [f"{len(gone)} diverged (step {steps})"] if gone else []
+    return ", ".join(parts) or "not run"
 
 
 def _try(metric: str, study: Study, **arguments) -> Effect | None:
@@ -98,7 +99,7 @@ def _overhead_text(effect: Effect | None) -> str:
 
 def at_column(at: float) -> str:
     """Heading of an overhead's column: the share of the reference's budget at which the target loss is read."""
-    return f"overhead at {100 * at:.3g} %"
+    return f"at {100 * at:.3g} %"
 
 
 def table1_frame(study: Study, *, ats: Sequence[float] = (0.5, 0.7, 0.85)) -> pd.DataFrame:
@@ -190,5 +191,12 @@ def sr_cost_frame(study: Study, *, rules: Sequence[str] = RULES) -> pd.DataFrame
             arms = {"arm": rule_arm(rule, suffix), "against": rule_arm(rule, "")}
             effect = _try("loss_difference", study, **arms)
             if effect is not None:
-                rows.append({"rule": rule, "where": ROUNDINGS[suffix], "cost": effect_text(effect), **arms})
+                rows.append(
+                    {
+                        "rule": rule,
+                        "where": ROUNDINGS[suffix],
+                        "cost": effect_text(effect, unit=False),
+                        **arms,
+                    }
+                )
     return pd.DataFrame(rows, columns=["rule", "where", "cost", "arm", "against"])

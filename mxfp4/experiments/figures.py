@@ -53,15 +53,13 @@ def learning_curves(
     return alt.layer(band, line).add_params(chosen).properties(title=heading)
 
 
-def overheads(frame: pd.DataFrame, *, title: str) -> alt.LayerChart:
+def overheads(frame: pd.DataFrame, *, title: str, subtitle: str) -> alt.LayerChart:
     """P1's Table 1 and ours: a bar over each interval, a point at its middle. frame: `curves.overhead_points`."""
     order = list(dict.fromkeys(frame["label"]))
     finite = frame[frame["reached"]]
     bounds = frame[~frame["reached"]].copy()
     edge = max(30.0, float(frame["high"].max(skipna=True)) * 1.05)
-    bounds["text"] = [
-        "never" if r.whose == "P1" else f"more than {r.value:.0f} %" for r in bounds.itertuples()
-    ]
+    bounds["text"] = ["never" if r.whose == "P1" else f"more than {r.low:.0f} %" for r in bounds.itertuples()]
     bounds["at"] = edge
     y = alt.Y("label:N", sort=order, title=None, axis=alt.Axis(labelLimit=160))
     offset = alt.YOffset("whose:N", sort=["P1", "ours"])
@@ -90,7 +88,7 @@ def overheads(frame: pd.DataFrame, *, title: str) -> alt.LayerChart:
                 x="at:Q", y=y, yOffset=offset, text="text:N", color=colour
             )
         )  # fmt: skip
-    return alt.layer(*layers).properties(title=title, height=alt.Step(26))
+    return alt.layer(*layers).properties(title=alt.TitleParams(title, subtitle=subtitle), height=alt.Step(26))
 
 
 def rule_by_rounding(
