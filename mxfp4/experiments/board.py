@@ -6,6 +6,7 @@ A row a claim on a wide page, a card a claim on a narrow one. Colours follow the
 from __future__ import annotations
 
 import html
+import inspect
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -23,25 +24,29 @@ TITLES = {
 }
 
 _STYLE = """
-.mx-board{font-family:var(--mx-sans,system-ui,sans-serif);font-size:.875em;line-height:1.45;margin:1.2em 0 2em}
+.mx-board{font-family:var(--mx-sans,system-ui,sans-serif);
+font-size:.875em;line-height:1.45;margin:1.2em 0 2em}
 .mx-board h3{font-size:1.05em;margin:1.6em 0 .4em}
 .mx-board p{margin:0}
-.mx-claim{display:grid;grid-template-columns:minmax(0,2.4fr) minmax(0,1.5fr) minmax(0,1.7fr) minmax(0,1.3fr);
-gap:0 1.1em;padding:.75em 0;border-top:1px solid var(--mx-rule,#d8dee4)}
+.mx-claim{display:grid;gap:0 1.1em;
+grid-template-columns:minmax(0,2.4fr) minmax(0,1.5fr) minmax(0,1.7fr) minmax(0,1.3fr);
+padding:.75em 0;border-top:1px solid var(--mx-rule,#d8dee4)}
 .mx-claim.mx-head{font-weight:600;border-top:0;border-bottom:2px solid var(--mx-muted,#57606a);padding:.3em 0}
 .mx-claim small{display:block;color:var(--mx-muted,#57606a);font-size:.9em;margin-top:.15em}
 .mx-effect{font-variant-numeric:tabular-nums;font-weight:600}
-.mx-verdict{display:inline-block;padding:.05em .55em;border-radius:.9em;border:1.5px solid currentColor;font-weight:600;
+.mx-verdict{display:inline-block;padding:.05em .55em;border-radius:.9em;
+border:1.5px solid currentColor;font-weight:600;
 line-height:1.3}
-.mx-v-holds{color:#0a6b4a}.mx-v-fails{color:#a63c00}.mx-v-undecided{color:#7a5200}.mx-v-none{color:var(--mx-muted,#57606a);
-font-weight:500;border-style:dashed}
+.mx-v-holds{color:#0a6b4a}.mx-v-fails{color:#a63c00}.mx-v-undecided{color:#7a5200}.mx-v-none{
+color:var(--mx-muted,#57606a);font-weight:500;border-style:dashed}
 html[data-theme=dark] .mx-v-holds{color:#4cc79b}html[data-theme=dark] .mx-v-fails{color:#ff9457}
 html[data-theme=dark] .mx-v-undecided{color:#f0c04a}
 .mx-claim details{margin-top:.25em}.mx-claim summary{cursor:pointer;color:var(--mx-muted,#57606a)}
 .mx-claim code{overflow-wrap:anywhere}
 .mx-claim span.mx-label{display:none}
 .mx-tally{display:flex;flex-wrap:wrap;gap:.4em .8em;margin:.6em 0}
-@media (max-width:760px){.mx-claim{grid-template-columns:1fr;gap:.35em;padding:1em 0}.mx-claim.mx-head{display:none}
+@media (max-width:760px){.mx-claim{grid-template-columns:1fr;gap:.35em;padding:1em 0}
+.mx-claim.mx-head{display:none}
 .mx-claim span.mx-label{display:inline;color:var(--mx-muted,#57606a)}}
 """
 _CLASS = {"holds": "holds", "does not hold": "fails", "undecided": "undecided"}
@@ -63,7 +68,8 @@ class Board:
             rows = [v for v in self.verdicts if v.claim.paper == paper]
             if rows:
                 parts.append(
-                    f'<h3>{html.escape(title)}</h3><div class="mx-claim mx-head" aria-hidden="true">{head}</div>'
+                    f"<h3>{html.escape(title)}</h3>"
+                    f'<div class="mx-claim mx-head" aria-hidden="true">{head}</div>'
                 )
                 parts += [_row(v) for v in rows]
         return f'<div class="mx-board">{"".join(parts)}</div>'
@@ -74,8 +80,9 @@ def tally_html(verdicts: Sequence[Verdict]) -> str:
     counts = Counter(v.verdict for v in verdicts)
     badges = "".join(
         f'<span title="{html.escape(meaning)}">{_badge(name)} {counts[name]}</span>'
-        for name, meaning in VERDICTS.items() if counts[name]
-    )  # fmt: skip
+        for name, meaning in VERDICTS.items()
+        if counts[name]
+    )
     return f'<p class="mx-tally">{badges}</p>'
 
 
@@ -110,7 +117,7 @@ def _row(v: Verdict) -> str:
 def decided_by(v: Verdict) -> str:
     """One or two sentences: what is measured, of which arms, and the rule."""
     c = v.claim
-    what = (METRICS[c.metric].__doc__ or "").strip().splitlines()[0].rstrip(".")
+    what = " ".join((inspect.getdoc(METRICS[c.metric]) or "").split("\n\n")[0].split()).rstrip(".")
     given = ", ".join(f"{k}={'/'.join(x) if isinstance(x, list) else x}" for k, x in c.arguments.items())
     return f"{what} ({given or c.metric}). It holds when that is {rule_text(c, v.effect)}."
 
@@ -125,7 +132,8 @@ def _published(v: Verdict) -> str:
     if v.claim.logs:
         shown.append(("Logs", published.figure(v.claim.logs)))
     return "".join(
-        f'<p><span class="mx-label">{label}: </span>{html.escape(f.text)}<small>{html.escape(f.cite)}</small></p>'
+        f'<p><span class="mx-label">{label}: </span>{html.escape(f.text)}'
+        f"<small>{html.escape(f.cite)}</small></p>"
         for label, f in shown
     )
 

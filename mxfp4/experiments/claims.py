@@ -1,7 +1,8 @@
 """Claims: the ledger book/claims.yml, and verdicts computed from records.
 
-A verdict is one of VERDICTS. It needs records of every arm of the claim, the scale that the claim asks for, and an
-interval that lies on one side of the claim's rule; the effect is given wherever there is one, whatever the verdict.
+A verdict is one of VERDICTS. It needs records of every arm of the claim, the scale that the claim asks for,
+and an interval that lies on one side of the claim's rule; the effect is given wherever there is one, whatever
+the verdict.
 """
 
 from __future__ import annotations
@@ -226,8 +227,8 @@ def shortfall(claim: Claim, study: Study, effect: Effect | None) -> str:
 def judge(claim: Claim, candidates: Sequence[Study]) -> Verdict:
     """The verdict on one claim, from the study that can say most about it.
 
-    Of the studies with records of every arm, one that meets the claim's needs is preferred, then the larger one
-    (`candidates` is in that order, as `studies` gives it).
+    Of the studies with records of every arm, one that meets the claim's needs is preferred, then the larger
+    one (`candidates` is in that order, as `studies` gives it).
     """
     whole = [s for s in candidates if set(claim.arms) <= s.arms.keys()]
     if not whole:
@@ -268,13 +269,15 @@ def judge_all(claims: Iterable[Claim], records: Iterable) -> list[Verdict]:
 
 # unit: factor, sign, what follows the value, decimals
 _PRINT = {
-    "share": (100, "+", " %", 1), "part": (100, "", " %", 1), "nats": (1, "+", " nats", 4), "ratio": (1, "", "x", 3),
+    "share": (100, "+", " %", 1), "part": (100, "", " %", 1), "nats": (1, "+", " nats", 4),
+    "ratio": (1, "", "x", 3),
     "cosine": (1, "+", "", 3), "number": (1, "+", "", 2),
 }  # fmt: skip
 
 
 def effect_text(effect: Effect | None, *, unit: bool = True) -> str:
-    """ "+8.4 % [+7.9, ∞]": value and interval in the effect's unit, which is left out where a heading says it."""
+    """ "+8.4 % [+7.9, ∞]": value and interval in the effect's unit, which is left out where a heading says
+    it."""
     if effect is None:
         return "none"
     if effect.unit == "seeds":

@@ -1,7 +1,7 @@
 """Frames for the charts and tables of the evidence chapters, from a study's records.
 
-Bands and intervals say what they are over: a band is the range over seeds, an interval a bootstrap over seeds. An arm
-without records gets no row, one that diverged ends where it diverged.
+Bands and intervals say what they are over: a band is the range over seeds, an interval a bootstrap over
+seeds. An arm without records gets no row, one that diverged ends where it diverged.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ from mxfp4.experiments.study import Study
 
 ROUNDINGS = {"": "nearest", "+sr-grad": "stochastic on gradients", "+sr": "stochastic everywhere"}
 _SHORT = {
-    "mxfp4-fprop": "Fprop", "mxfp4-fprop-dgrad": "+ Dgrad", "mxfp4": "+ Wgrad: all three", "mxfp4+sr": "all, SR",
-    "mxfp4+rht16": "all, random H16", "mxfp4+h16": "all, H16",
-}  # fmt: skip
+    "mxfp4-fprop": "Fprop",
+    "mxfp4-fprop-dgrad": "+ Dgrad",
+    "mxfp4": "+ Wgrad: all three",
+    "mxfp4+sr": "all, SR",
+    "mxfp4+rht16": "all, random H16",
+    "mxfp4+h16": "all, H16",
+}
 RULES = ("floor", "even", "ceil", "rceil")
 
 
 def evaluations(study: Study, arms: Iterable[str]) -> pd.DataFrame:
-    """arm, seed, tokens, eval_loss of every evaluation after the first step. UserError when no arm has records."""
+    """arm, seed, tokens, eval_loss of every evaluation after the first step. UserError when no arm has
+    records."""
     frames = []
     for arm in arms:
         for seed, curve in study.curves(arm).items():
@@ -38,7 +43,8 @@ def evaluations(study: Study, arms: Iterable[str]) -> pd.DataFrame:
 
 
 def mean_curves(study: Study, arms: Sequence[str], *, after: float = 0.0) -> pd.DataFrame:
-    """arm, tokens, loss (mean over seeds), low, high (range over seeds), seeds; from the share `after` of the budget.
+    """arm, tokens, loss (mean over seeds), low, high (range over seeds), seeds; from the share `after` of the
+    budget.
 
     Points that some seed of the arm lacks, after it diverged, are left out: their mean would jump.
     """
@@ -50,7 +56,8 @@ def mean_curves(study: Study, arms: Sequence[str], *, after: float = 0.0) -> pd.
 def difference_curves(
     study: Study, arms: Sequence[str], reference: str, *, after: float = 0.0
 ) -> pd.DataFrame:
-    """arm, tokens, difference (to the reference's loss at equal tokens and seed, mean), low, high (range), seeds."""
+    """arm, tokens, difference (to the reference's loss at equal tokens and seed, mean), low, high (range),
+    seeds."""
     frame = evaluations(study, dict.fromkeys((*arms, reference)))
     base = frame[frame["arm"] == reference][["seed", "tokens", "eval_loss"]].rename(
         columns={"eval_loss": "base"}
@@ -98,12 +105,14 @@ def _overhead_text(effect: Effect | None) -> str:
 
 
 def at_column(at: float) -> str:
-    """Heading of an overhead's column: the share of the reference's budget at which the target loss is read."""
+    """Heading of an overhead's column: the share of the reference's budget at which the target loss is
+    read."""
     return f"at {100 * at:.3g} %"
 
 
 def table1_frame(study: Study, *, ats: Sequence[float] = (0.5, 0.7, 0.85)) -> pd.DataFrame:
-    """P1's Table 1 beside ours, a row an arm: P1's text, our overheads at several targets, loss difference, outcome."""
+    """P1's Table 1 beside ours, a row an arm: P1's text, our overheads at several targets, loss difference,
+    outcome."""
     rows = []
     for row in published.table1().itertuples():
         ours = {at_column(at): _overhead_text(_try("overhead", study, arm=row.recipe, at=at)) for at in ats}
@@ -131,7 +140,8 @@ def _ends(study: Study, arm: str, references: dict[str, str]) -> dict:
 
 
 def overhead_points(study: Study, *, at: float = metrics.AT) -> pd.DataFrame:
-    """For the chart of Table 1: label, whose ("P1", "ours"), value, low, high (percent), reached (False: a bound)."""
+    """For the chart of Table 1: label, whose ("P1", "ours"), value, low, high (percent), reached (False: a
+    bound)."""
     rows = []
     for row in published.table1().itertuples():
         label = _SHORT[row.recipe]
@@ -153,20 +163,30 @@ def overhead_points(study: Study, *, at: float = metrics.AT) -> pd.DataFrame:
             low, high = (
                 100 * x if math.isfinite(x) else 100 * effect.value for x in (effect.low, effect.high)
             )
-            rows.append({"label": label, "whose": "ours", "value": 100 * effect.value, "low": low, "high": high,
-                         "reached": reached})  # fmt: skip
+            rows.append(
+                {
+                    "label": label,
+                    "whose": "ours",
+                    "value": 100 * effect.value,
+                    "low": low,
+                    "high": high,
+                    "reached": reached,
+                }
+            )
     return pd.DataFrame(rows)
 
 
 def rule_arm(rule: str, suffix: str) -> str:
-    """The recipe of full 1D MXFP4 with a scale rule and a rounding; `even` is the rule a recipe has unsaid."""
+    """The recipe of full 1D MXFP4 with a scale rule and a rounding; `even` is the rule a recipe has
+    unsaid."""
     return f"mxfp4{'' if rule == 'even' else '+' + rule}{suffix}"
 
 
 def disagreement_frame(
     study: Study, *, rules: Sequence[str] = RULES, reference: str = "bf16"
 ) -> pd.DataFrame:
-    """rule, rounding, arm, difference (final loss to the reference, nats), low, high, seeds, outcome; arms with records."""
+    """rule, rounding, arm, difference (final loss to the reference, nats), low, high, seeds, outcome; arms
+    with records."""
     rows = []
     for rule in rules:
         for suffix, rounding in ROUNDINGS.items():
@@ -174,17 +194,26 @@ def disagreement_frame(
             effect = _try("loss_difference", study, arm=arm, against=reference)
             if effect is not None:
                 known = math.isfinite(effect.low) and math.isfinite(effect.high)
-                rows.append({
-                    "rule": rule, "rounding": rounding, "arm": arm, "difference": effect.value,
-                    "low": effect.low if known else effect.value, "high": effect.high if known else effect.value,
-                    "seeds": len(effect.seeds), "outcome": outcome_text(study, arm), "text": effect_text(effect),
-                })  # fmt: skip
+                rows.append(
+                    {
+                        "rule": rule,
+                        "rounding": rounding,
+                        "arm": arm,
+                        "difference": effect.value,
+                        "low": effect.low if known else effect.value,
+                        "high": effect.high if known else effect.value,
+                        "seeds": len(effect.seeds),
+                        "outcome": outcome_text(study, arm),
+                        "text": effect_text(effect),
+                    }
+                )
     columns = ["rule", "rounding", "arm", "difference", "low", "high", "seeds", "outcome", "text"]
     return pd.DataFrame(rows, columns=columns)
 
 
 def sr_cost_frame(study: Study, *, rules: Sequence[str] = RULES) -> pd.DataFrame:
-    """rule, where SR is applied, what it costs: final loss with SR less the loss without, paired; text with interval."""
+    """rule, where SR is applied, what it costs: final loss with SR less the loss without, paired; text with
+    interval."""
     rows = []
     for rule in rules:
         for suffix in ("+sr-grad", "+sr"):

@@ -21,8 +21,8 @@ class Effect:
     """Interval; NaN when it is not known, infinite when open."""
     high: float
     unit: str
-    """How it is printed: share (signed percent), part (percent of a whole), seeds (how many of them), nats, ratio,
-    cosine, number."""
+    """How it is printed: share (signed percent), part (percent of a whole), seeds (how many of them), nats,
+    ratio, cosine, number."""
     seeds: tuple[int, ...]
     over: str = "seeds"
     """What the interval is over."""

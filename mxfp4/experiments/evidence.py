@@ -1,7 +1,8 @@
-"""What a chapter rests on: the records of a plan, what of it is missing, and the line that says so on the page.
+"""What a chapter rests on: the records of a plan, what of it is missing, and the line that says so on the
+page.
 
-At scale cpu a chapter trains what is missing. At other scales records come from a machine that has them, are merged
-into the store, and a chapter shows what is there and names the command that adds the rest.
+At scale cpu a chapter trains what is missing. At other scales records come from a machine that has them, are
+merged into the store, and a chapter shows what is there and names the command that adds the rest.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class Sources:
             f"<p>{html.escape(said[:1].upper() + said[1:])}.</p>{_folded(sorted(n))}"
             for said, n in self.names.items()
         ]
-        return f'<div class="mx-evidence"><p><strong>Evidence.</strong></p>{"".join(parts) or "<p>No records yet.</p>"}</div>'
+        body = "".join(parts) or "<p>No records yet.</p>"
+        return f'<div class="mx-evidence"><p><strong>Evidence.</strong></p>{body}</div>'
 
     def __repr__(self) -> str:
         return (

@@ -54,7 +54,8 @@ def learning_curves(
 
 
 def overheads(frame: pd.DataFrame, *, title: str, subtitle: str) -> alt.LayerChart:
-    """P1's Table 1 and ours: a bar over each interval, a point at its middle. frame: `curves.overhead_points`."""
+    """P1's Table 1 and ours: a bar over each interval, a point at its middle. frame:
+    `curves.overhead_points`."""
     order = list(dict.fromkeys(frame["label"]))
     finite = frame[frame["reached"]]
     bounds = frame[~frame["reached"]].copy()
@@ -118,7 +119,8 @@ def rule_by_rounding(
 
 
 def sr_bias(frame: pd.DataFrame, *, title: str, rules: Sequence[str]) -> alt.LayerChart:
-    """Mean of a stochastically rounded block maximum against the maximum. frame: rule, amax, bias (percent)."""
+    """Mean of a stochastically rounded block maximum against the maximum. frame: rule, amax, bias
+    (percent)."""
     chosen = alt.selection_point(fields=["rule"], bind="legend")
     zero = alt.Chart(pd.DataFrame({"zero": [0]})).mark_rule(strokeDash=[3, 3]).encode(y="zero:Q")
     line = alt.Chart(frame).mark_line().encode(

@@ -85,7 +85,8 @@ def overhead_frame(curves: pd.DataFrame, results: pd.DataFrame, target: float) -
 
 
 def uncertainty_frame(results: pd.DataFrame) -> pd.DataFrame:
-    """quantity, value, low, high (shares), mark: the sample overhead, if runs scatter as the BF16 reference does."""
+    """quantity, value, low, high (shares), mark: the sample overhead, if runs scatter as the BF16 reference
+    does."""
     mean, sd = published.REFERENCE_SAMPLES
     relative = sd / mean * math.sqrt(2 / published.RUNS_PER_SET)  # of a ratio of two means of ten runs
     value = sample_overhead(results)
@@ -95,7 +96,8 @@ def uncertainty_frame(results: pd.DataFrame) -> pd.DataFrame:
 
 
 def speed_frame(results: pd.DataFrame) -> pd.DataFrame:
-    """source, mark, step_speed, overhead, end_to_end (computed from these), stated (by the source; minutes of logs)."""
+    """source, mark, step_speed, overhead, end_to_end (computed from these), stated (by the source; minutes of
+    logs)."""
     speed, overhead = published.figure("step-speed"), published.figure("token-overhead")
     press_speed, press_overhead = published.figure("press/step-speed"), published.figure("press/overhead")
     minutes = float(_row(results, FP8)["minutes"] / _row(results, FP4)["minutes"])
@@ -111,12 +113,15 @@ def speed_frame(results: pd.DataFrame) -> pd.DataFrame:
 
 
 def break_even_chart(results: pd.DataFrame) -> alt.LayerChart:
-    """End-to-end gain against token overhead for the step speeds of P1 and of the logs, each source's own point on it."""
+    """End-to-end gain against token overhead for the step speeds of P1 and of the logs, each source's own
+    point on it."""
     overheads = np.linspace(0, 0.3, 61)
     points = speed_frame(results).drop_duplicates("source", keep="last")
     points = points[points["mark"].isin(["P1", "log"]) & ~points["source"].str.contains("press")]
     lines = pd.concat([
-        pd.DataFrame({"source": r.source, "overhead": 100 * overheads, "gain": speedup(r.step_speed, overheads)})
+        pd.DataFrame({
+            "source": r.source, "overhead": 100 * overheads, "gain": speedup(r.step_speed, overheads),
+        })
         for r in points.itertuples()
     ])  # fmt: skip
     colour = alt.Color("source:N", title=None, scale=alt.Scale(range=list(PALETTE[:2])))
@@ -126,7 +131,8 @@ def break_even_chart(results: pd.DataFrame) -> alt.LayerChart:
     own = points.assign(overhead=100 * points["overhead"], gain=points["end_to_end"])
     dot = alt.Chart(own).mark_point(size=120).encode(
         x="overhead:Q", y="gain:Q", color=colour,
-        tooltip=["source", "mark", alt.Tooltip("overhead:Q", format=".1f"), alt.Tooltip("gain:Q", format=".3f")],
+        tooltip=["source", "mark", alt.Tooltip("overhead:Q", format=".1f"),
+                 alt.Tooltip("gain:Q", format=".3f")],
     )  # fmt: skip
     even = alt.Chart(pd.DataFrame({"one": [1.0]})).mark_rule(strokeDash=[4, 4]).encode(y="one:Q")
     return alt.layer(even, line, dot).properties(title="Where faster steps stop paying")

@@ -1,10 +1,11 @@
 """Metrics that test claims: functions of a study's records that give one effect with its interval.
 
-Losses are compared within a seed, and the interval is a bootstrap over seeds (`efficiency.paired_mean`); probes exist
-for few seeds, so their interval is a bootstrap over the layers looked at. An overhead is read at a target loss that
-the reference reaches early enough for slower arms to reach it too: the mean loss of the reference at the share `at` of
-its budget (or the fixed target of a study that stops there). An arm that does not reach the target has an overhead of
-at least what its budget allowed: the effect is then a bound, and its interval is open upwards.
+Losses are compared within a seed, and the interval is a bootstrap over seeds (`efficiency.paired_mean`);
+probes exist for few seeds, so their interval is a bootstrap over the layers looked at. An overhead is read at
+a target loss that the reference reaches early enough for slower arms to reach it too: the mean loss of the
+reference at the share `at` of its budget (or the fixed target of a study that stops there). An arm that does
+not reach the target has an overhead of at least what its budget allowed: the effect is then a bound, and its
+interval is open upwards.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def _overheads(study: Study, arm: str, reference: str, target: float) -> dict[in
 
 
 def _bounded(effect: Effect, above: list[str], below: list[str]) -> Effect:
-    """Open the interval upwards for arms of `above` that missed the target, downwards for those of `below`."""
+    """Open the interval upwards for arms of `above` that missed the target, downwards for those of
+    `below`."""
     parts = [f"{arm} does not reach the target in its budget" for arm in (*above, *below)]
     note = "; ".join(p for p in (effect.note, *parts) if p)
     high = math.inf if above else effect.high
@@ -100,7 +102,8 @@ def overhead_difference(
 
 
 def convergence(study: Study, *, arm: str, reference: str = "fp8", at: float = 0.5) -> Effect:
-    """Share of the seeds in which `arm` reaches, within its budget, the loss that the reference has at `at` of it.
+    """Share of the seeds in which `arm` reaches, within its budget, the loss that the reference has at `at`
+    of it.
 
     As in P1, a run that diverges has not converged, even if it had reached that loss before.
     """
@@ -125,12 +128,18 @@ def loss_difference(study: Study, *, arm: str, against: str) -> Effect:
 def perplexity_increase(study: Study, *, arm: str, against: str = "bf16") -> Effect:
     """Perplexity of `arm` over that of `against`, less 1, at the last evaluation."""
     effect = loss_difference(study, arm=arm, against=against)
-    return replace(effect, value=math.expm1(effect.value), low=math.expm1(effect.low), high=math.expm1(effect.high),
-                   unit="share")  # fmt: skip
+    return replace(
+        effect,
+        value=math.expm1(effect.value),
+        low=math.expm1(effect.low),
+        high=math.expm1(effect.high),
+        unit="share",
+    )
 
 
 def interaction(study: Study, *, arms: list[str]) -> Effect:
-    """(first - second) - (third - fourth) of the last evaluations, nats: how much more the first change costs."""
+    """(first - second) - (third - fourth) of the last evaluations, nats: how much more the first change
+    costs."""
     if len(arms) != 4:
         raise UserError(f"interaction takes four arms, got {len(arms)}")
     final = [final_losses(study, arm) for arm in arms]
@@ -140,7 +149,8 @@ def interaction(study: Study, *, arms: list[str]) -> Effect:
 
 
 def remaining_gap(study: Study, *, arm: str, against: str, reference: str = "fp8") -> Effect:
-    """Share of the loss gap of `against` to the reference that `arm` still has at the end: 0 closes it, 1 leaves it."""
+    """Share of the loss gap of `against` to the reference that `arm` still has at the end: 0 closes it, 1
+    leaves it."""
     a, b, r = (final_losses(study, name) for name in (arm, against, reference))
     shared = sorted(a.keys() & b.keys() & r.keys())
     if not shared:
@@ -178,7 +188,8 @@ def roughness(study: Study, *, arm: str, reference: str = "fp8") -> Effect:
 
 
 def published_order(study: Study, *, reference: str = "fp8", at: float = AT) -> Effect:
-    """Share of the pairs of Table 1 whose order of overhead is the published one; pairs that it ranks equal are out."""
+    """Share of the pairs of Table 1 whose order of overhead is the published one; pairs that it ranks equal
+    are out."""
     table = published.table1()
     target = target_loss(study, reference, at)
     found = {arm: _overheads(study, arm, reference, target) for arm in table["recipe"]}
@@ -209,10 +220,22 @@ def throughput_ratio(study: Study, *, arm: str, against: str) -> Effect:
 METRICS: dict[str, Callable[..., Effect]] = {
     f.__name__: f
     for f in (
-        overhead, overhead_difference, convergence, loss_difference, perplexity_increase, interaction, remaining_gap,
-        roughness, published_order, end_to_end, throughput_ratio, probe, probe_difference, predicts_loss,
+        overhead,
+        overhead_difference,
+        convergence,
+        loss_difference,
+        perplexity_increase,
+        interaction,
+        remaining_gap,
+        roughness,
+        published_order,
+        end_to_end,
+        throughput_ratio,
+        probe,
+        probe_difference,
+        predicts_loss,
     )
-}  # fmt: skip
+}
 
 
 def check_arguments(metric: str, arguments: dict) -> None:

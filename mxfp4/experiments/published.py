@@ -1,7 +1,8 @@
 """The papers' figures and the public MLPerf logs' as data, each with its source and its mark.
 
-Marks: P1, P2 (the two papers), log (computed from public MLPerf logs), code (read in public code), inferred (our
-reading, to be tested). Shares are fractions (0.08 is 8 %), losses nats a token, one sequence is 8192 tokens.
+Marks: P1, P2 (the two papers), log (computed from public MLPerf logs), code (read in public code), inferred
+(our reading, to be tested). Shares are fractions (0.08 is 8 %), losses nats a token, one sequence is 8192
+tokens.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from mxfp4.errors import UserError
 
 MARKS = {
     "P1": "Cim et al., Pretraining Large Language Models with MXFP4 on Native FP4 Hardware, arXiv 2605.09825",
-    "P2": "Rahimifar et al., Stable FP4 Training via Transposition-Invariant Block Quantization, arXiv 2607.24953 "
-    "(abstract)",
+    "P2": "Rahimifar et al., Stable FP4 Training via Transposition-Invariant Block Quantization, "
+    "arXiv 2607.24953 (abstract)",
     "log": "public MLPerf Training result logs, Llama 3.1 8B, AMD, 8 x MI355X",
     "code": "read in public code",
     "inferred": "our reading, to be tested",
@@ -48,7 +49,7 @@ class Figure:
         return self.source if self.source.startswith(self.mark) else f"{self.source} ({self.mark})"
 
 
-# P1's Table 1: recipe of ours, what the table calls it, lowest and highest overhead (infinite: does not converge).
+# P1's Table 1: recipe of ours, what the table calls it, overhead from, to (infinite: never converges).
 _TABLE1 = (
     ("mxfp4-fprop", "Fprop", "none", 0.08, 0.09),
     ("mxfp4-fprop-dgrad", "Fprop + Dgrad", "none", 0.10, 0.11),
@@ -68,7 +69,8 @@ def span(low: float, high: float) -> str:
 
 
 def table1() -> pd.DataFrame:
-    """P1's Table 1: recipe, scope, stabiliser, low, high (shares; infinite where it does not converge), text, source."""
+    """P1's Table 1: recipe, scope, stabiliser, low, high (shares; infinite where it does not converge), text,
+    source."""
     frame = pd.DataFrame(_TABLE1, columns=["recipe", "scope", "stabiliser", "low", "high"])
     frame["text"] = [span(low, high) for low, high in zip(frame["low"], frame["high"], strict=True)]
     return frame.assign(source="P1, Table 1", mark="P1")
@@ -76,11 +78,14 @@ def table1() -> pd.DataFrame:
 
 FIGURES: dict[str, Figure] = {
     **{
-        f"table1/{name}": Figure(span(low, high) + (" more tokens" if math.isfinite(low) else ""), "P1, Table 1", "P1",
-                                 low, high)
+        f"table1/{name}": Figure(
+            span(low, high) + (" more tokens" if math.isfinite(low) else ""), "P1, Table 1", "P1", low, high
+        )
         for name, _, _, low, high in _TABLE1
     },
-    "table1/order": Figure("Fprop = H16 < Fprop + Dgrad < all three < SR, random H (never)", "P1, Table 1", "P1"),
+    "table1/order": Figure(
+        "Fprop = H16 < Fprop + Dgrad < all three < SR, random H (never)", "P1, Table 1", "P1"
+    ),
     "table1/wgrad": Figure("26-27 % with Wgrad, 10-11 % without", "P1, Table 1", "P1", 0.15, 0.17),
     "h1": Figure("Wgrad is the sensitive GEMM", "P1, hypothesis H1", "P1"),
     "h2": Figure("randomness adds noise and does not help", "P1, hypothesis H2", "P1"),
@@ -95,21 +100,32 @@ FIGURES: dict[str, Figure] = {
     "fig2": Figure("FP8 and MXFP4 + H16 nearly coincide, plain MXFP4 is slower", "P1, Fig. 1 and 2", "P1"),
     "fig2/rough": Figure("plain MXFP4 is rougher", "P1, Fig. 1 and 2", "P1"),
     "partial": Figure("SR and random H on partial scopes: acceptable, no figures", "P1, text", "P1"),
-    "explanation": Figure("random signs change the error pattern every step, a fixed rotation keeps it", "P1, text", "P1"),
-    "p2/diagnosis": Figure("a transpose changes a value's scale with 1D blocks, not with 2D", "P2, abstract", "P2"),
+    "explanation": Figure(
+        "random signs change the error pattern every step, a fixed rotation keeps it", "P1, text", "P1"
+    ),
+    "p2/diagnosis": Figure(
+        "a transpose changes a value's scale with 1D blocks, not with 2D", "P2, abstract", "P2"
+    ),
     "p2/perplexity": Figure("less than 1.3 % worse than BF16", "P2, abstract", "P2", -math.inf, 0.013),
     "p2/2d": Figure("2D blocks are part of the remedy", "P2, abstract", "P2"),
     "p2/rceil": Figure("truncation-free scaling is part of the remedy", "P2, abstract", "P2"),
     "p2/sr": Figure("stochastic rounding keeps gradients unbiased", "P2, abstract", "P2"),
     "p2/qk8": Figure("query and key projections in MXFP8 are part of the remedy", "P2, abstract", "P2"),
-    "reconciliation": Figure("stochastic rounding fails with a scale rule that clips, not without", "ours", "inferred"),
-    "clipping-bias": Figure("biased low at the block maximum with a rule that clips", "ours, from the formats", "inferred"),
+    "reconciliation": Figure(
+        "stochastic rounding fails with a scale rule that clips, not without", "ours", "inferred"
+    ),
+    "clipping-bias": Figure(
+        "biased low at the block maximum with a rule that clips", "ours, from the formats", "inferred"
+    ),
     "log/step-speed": Figure("1.19x", "MLPerf v5.1 and v6.0 logs", "log", 1.19, 1.19),
-    "log/overhead": Figure("4.1 % more samples, 4.9 % interpolated", "MLPerf v5.1 and v6.0 logs", "log", 0.041, 0.049),
+    "log/overhead": Figure(
+        "4.1 % more samples, 4.9 % interpolated", "MLPerf v5.1 and v6.0 logs", "log", 0.041, 0.049
+    ),
     "log/end-to-end": Figure("1.14x end to end", "MLPerf v5.1 and v6.0 logs", "log", 1.14, 1.14),
-    "lumen/wgrad-only": Figure("rotating only Wgrad was 0.004 nats better", "Lumen repository notes, 8B", "code",
-                               -0.004, -0.004),
-}  # fmt: skip
+    "lumen/wgrad-only": Figure(
+        "rotating only Wgrad was 0.004 nats better", "Lumen repository notes, 8B", "code", -0.004, -0.004
+    ),
+}
 
 
 def figure(name: str) -> Figure:
@@ -121,7 +137,8 @@ def figure(name: str) -> Figure:
 
 # MLPerf Training, Llama 3.1 8B: rules of the benchmark and two ten-run result sets.
 TARGET = 3.3
-"""The benchmark's target: validation log-perplexity, nats a token (rules; P1 and the press call it a perplexity)."""
+"""The benchmark's target: validation log-perplexity, nats a token (rules; P1 and the press call it a
+perplexity)."""
 SEQUENCE = 8192
 EVAL_EVERY = 12_288
 """Sequences between evaluations."""
@@ -134,7 +151,8 @@ BATCH = 32
 
 
 def mlperf_results() -> pd.DataFrame:
-    """AMD's two result sets (means of ten runs each): arm, round, minutes, samples, seconds_per_step, source, mark."""
+    """AMD's two result sets (means of ten runs each): arm, round, minutes, samples, seconds_per_step, source,
+    mark."""
     rows = [
         ("FP8", "v5.1", 99.31, 179_373, 1.043, "MLPerf v5.1 logs"),
         ("MXFP4 + H16", "v6.0", 86.84, 186_778, 0.874, "MLPerf v6.0 logs, from a fork of the results"),
@@ -144,14 +162,30 @@ def mlperf_results() -> pd.DataFrame:
 
 
 _RUN0 = {
-    "MXFP4 + H16": (5.800, 4.524, 4.074, 3.871, 3.737, 3.644, 3.574, 3.514, 3.467, 3.428, 3.395, 3.356, 3.332,
-                    3.315, 3.291),
+    "MXFP4 + H16": (
+        5.800,
+        4.524,
+        4.074,
+        3.871,
+        3.737,
+        3.644,
+        3.574,
+        3.514,
+        3.467,
+        3.428,
+        3.395,
+        3.356,
+        3.332,
+        3.315,
+        3.291,
+    ),
     "FP8": (5.595, 4.473, 4.050, 3.854, 3.723, 3.627, 3.556, 3.501, 3.451, 3.406, 3.375, 3.341, 3.318, 3.291),
-}  # fmt: skip
+}
 
 
 def mlperf_curves() -> pd.DataFrame:
-    """Validation curves of run 0 of both sets: arm, samples, tokens, eval_loss (nats a token). Source: MLPerf logs."""
+    """Validation curves of run 0 of both sets: arm, samples, tokens, eval_loss (nats a token). Source: MLPerf
+    logs."""
     rows = [
         {"arm": arm, "samples": n * EVAL_EVERY, "tokens": n * EVAL_EVERY * SEQUENCE, "eval_loss": loss}
         for arm, losses in _RUN0.items()

@@ -1,9 +1,10 @@
-"""The bias of stochastic rounding at a block's maximum, measured: it depends on where in a binade the maximum lies.
+"""The bias of stochastic rounding at a block's maximum, measured: it depends on where in a binade the maximum
+lies.
 
-A scale rule that clips (floor, even) lets amax / scale exceed E2M1's largest value, 6; stochastic rounding cannot round
-such a value up, so its mean is 6 and its bias is negative. Under ceil and rceil nothing exceeds 6. Scaling by 3/4
-before rounding and back after (Tseng et al.), at the scale of the values as they were, brings the largest value that
-floor lets through, just below 8, to just below 6.
+A scale rule that clips (floor, even) lets amax / scale exceed E2M1's largest value, 6; stochastic rounding
+cannot round such a value up, so its mean is 6 and its bias is negative. Under ceil and rceil nothing exceeds
+6. Scaling by 3/4 before rounding and back after (Tseng et al.), at the scale of the values as they were,
+brings the largest value that floor lets through, just below 8, to just below 6.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ PRESCALED = "floor, scaled by 3/4"
 
 
 def sr_bias_frame(rules: Sequence[str], *, points: int = 49, draws: int = 64, seed: int = 0) -> pd.DataFrame:
-    """rule, amax (in [4, 8): a binade of FP32), bias (percent of amax), error (of that mean, one sigma, percent).
+    """rule, amax (in [4, 8): a binade of FP32), bias (percent of amax), error (of that mean, one sigma,
+    percent).
 
-    rules: scale rules, or PRESCALED. Each point is the mean over `draws` blocks of one amax, which sets the scale,
-    and 31 values of that size (three quarters of it where scaled), which are looked at.
+    rules: scale rules, or PRESCALED. Each point is the mean over `draws` blocks of one amax, which sets the
+    scale, and 31 values of that size (three quarters of it where scaled), which are looked at.
     """
     amax = torch.linspace(4, 8, points + 1, dtype=torch.float64)[:-1].float()
     frames = []
@@ -46,7 +48,8 @@ def sr_bias_frame(rules: Sequence[str], *, points: int = 49, draws: int = 64, se
 
 
 def bias_summary(frame: pd.DataFrame) -> pd.DataFrame:
-    """rule, mean bias over the binade, largest bias (percent), share of the binade whose bias exceeds four sigma."""
+    """rule, mean bias over the binade, largest bias (percent), share of the binade whose bias exceeds four
+    sigma."""
     rows = []
     for rule, part in frame.groupby("rule", sort=False):
         biased = part["bias"].abs() > 4 * part["error"].clip(lower=1e-9)

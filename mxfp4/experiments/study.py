@@ -17,7 +17,8 @@ from mxfp4.experiments.store import Record, Store
 from mxfp4.training.config import TrainConfig
 
 ARM_FIELDS = ("recipe", "seed", "probe_steps", "target_loss")
-"""Fields of TrainConfig in which the records of a study may differ: none of them changes the data or the model."""
+"""Fields of TrainConfig in which the records of a study may differ: none of them changes the data or the
+model."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Study:
 
     @cached_property
     def probes(self) -> pd.DataFrame:
-        """Probe rows of all arms: arm (what was trained), seed, recipe (what was applied), step, layer, gemm, ..."""
+        """Probe rows of all arms: arm (what was trained), seed, recipe (what was applied), step, layer, gemm,
+        ..."""
         frames = []
         for record in self.records:
             rows = record.probes
@@ -88,8 +90,9 @@ class Study:
         """One line: scale, model, corpus, tokens, seeds, path."""
         experts = f", {self.config.model.n_experts} experts" if self.config.model.n_experts else ""
         return (
-            f"scale {self.scale}: {count(self.parameters)} non-embedding parameters{experts}, {count(self.tokens)} "
-            f"tokens of {self.config.corpus} an arm, {len(self.arms)} arms, seeds {', '.join(map(str, self.seeds))}, "
+            f"scale {self.scale}: {count(self.parameters)} non-embedding parameters{experts}, "
+            f"{count(self.tokens)} tokens of {self.config.corpus} an arm, {len(self.arms)} arms, "
+            f"seeds {', '.join(map(str, self.seeds))}, "
             f"{self.records[0].machine['device_type']}, FP4 {self.path}"
         )
 
@@ -108,7 +111,8 @@ def same_setting(a: TrainConfig, b: TrainConfig) -> bool:
 
 
 def studies(records: Iterable[Record]) -> list[Study]:
-    """The records sorted into studies, the largest budget of parameters times tokens first, then the most records."""
+    """The records sorted into studies, the largest budget of parameters times tokens first, then the most
+    records."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         what = [setting(record.config), record.machine["device_type"], record.machine["path"]]
@@ -123,7 +127,8 @@ def studies(records: Iterable[Record]) -> list[Study]:
 def main_study(
     store: Store, scale: str, *, arms: Iterable[str] = (), corpus: str | None = None
 ) -> Study | None:
-    """The study of a scale that holds most of `arms` (then most records); None without any record that fits."""
+    """The study of a scale that holds most of `arms` (then most records); None without any record that
+    fits."""
     wanted = set(arms)
     fitting = [s for s in studies(store.load(scale)) if corpus in (None, s.config.corpus)]
     return max(fitting, key=lambda s: (len(wanted & s.arms.keys()), len(s.records)), default=None)

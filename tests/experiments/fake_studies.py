@@ -1,4 +1,5 @@
-"""Stores filled with made-up curves: every outcome that a verdict must tell apart, without training anything."""
+"""Stores filled with made-up curves: every outcome that a verdict must tell apart, without training
+anything."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -18,21 +19,40 @@ SMALL = ModelConfig(vocab_size=64, dim=64, n_layers=1, n_heads=2, n_kv_heads=1, 
 
 def config(recipe: str, seed: int = 0, **changes) -> TrainConfig:
     values = dict(
-        recipe=recipe, seed=seed, model=BIG, corpus="fake", seq_len=1024, batch_size=64, steps=1000, lr=1e-3, lr_min=1e-4,
-        warmup=10, eval_every=50, eval_sequences=8, scale="gpu",
-    )  # fmt: skip
+        recipe=recipe,
+        seed=seed,
+        model=BIG,
+        corpus="fake",
+        seq_len=1024,
+        batch_size=64,
+        steps=1000,
+        lr=1e-3,
+        lr_min=1e-4,
+        warmup=10,
+        eval_every=50,
+        eval_sequences=8,
+        scale="gpu",
+    )
     return TrainConfig(**{**values, **changes})
 
 
 def curve(c: TrainConfig, slowdown: float = 1.0, offset: float = 0.0, until: int | None = None) -> list[dict]:
-    """Loss 3 + 3 / (1 + 10 t) at the share t of the budget, slowed down by a factor: its overhead is slowdown - 1."""
+    """Loss 3 + 3 / (1 + 10 t) at the share t of the budget, slowed down by a factor: its overhead is slowdown
+    - 1."""
     rows = []
     for step in range(0, (until or c.steps) + 1, c.eval_every):
         t = step / c.steps / slowdown
-        rows.append({
-            "step": step, "tokens": step * c.tokens_per_step, "train_loss": 3.0, "grad_norm": 1.0, "lr": c.lr,
-            "eval_loss": 3 + 3 / (1 + 10 * t) + offset + 0.003 * c.seed, "eval_bpb": 1.0,
-        })  # fmt: skip
+        rows.append(
+            {
+                "step": step,
+                "tokens": step * c.tokens_per_step,
+                "train_loss": 3.0,
+                "grad_norm": 1.0,
+                "lr": c.lr,
+                "eval_loss": 3 + 3 / (1 + 10 * t) + offset + 0.003 * c.seed,
+                "eval_bpb": 1.0,
+            }
+        )
     return rows
 
 
@@ -42,9 +62,14 @@ def put(
     rows = curve(c, slowdown, offset, diverged_at)
     status, step = ("diverged", diverged_at) if diverged_at else ("finished", c.steps)
     outcome = {
-        "status": status, "step": step, "tokens": step * c.tokens_per_step, "reason": "training loss is nan" if diverged_at else None,
-        "final_loss": rows[-1]["eval_loss"], "final_bpb": 1.0, "target": None,
-    }  # fmt: skip
+        "status": status,
+        "step": step,
+        "tokens": step * c.tokens_per_step,
+        "reason": "training loss is nan" if diverged_at else None,
+        "final_loss": rows[-1]["eval_loss"],
+        "final_bpb": 1.0,
+        "target": None,
+    }
     timings = {"train_seconds": 1.0, "evaluate_seconds": 0.1, "tokens_per_second": speed}
     store.put(c, TrainResult(rows, list(probes), outcome, timings, None), "cpu", corpus="fake")
 
@@ -52,7 +77,8 @@ def put(
 def fill(
     store: Store, slowdowns: Mapping[str, float | Callable[[int], float]], *, seeds=(0, 1, 2), **changes
 ) -> Store:
-    """A record for each recipe and seed: a slowdown, or a function of the seed; infinite diverges at half of the budget."""
+    """A record for each recipe and seed: a slowdown, or a function of the seed; infinite diverges at half of
+    the budget."""
     for recipe, slowdown in slowdowns.items():
         for seed in seeds:
             s = slowdown(seed) if callable(slowdown) else slowdown
@@ -67,7 +93,16 @@ def probe_rows(
     """Rows of a probe: {recipe: mean}, over some layers and two steps."""
     noise = np.linspace(-spread, spread, layers)
     return [
-        {"step": step, "recipe": recipe, "layer": f"layers.{i}.attention.wq", "gemm": gemm, "tensor": tensor,
-         "metric": metric, "value": value + noise[i]}
-        for recipe, value in values.items() for step in (100, 500) for i in range(layers)
-    ]  # fmt: skip
+        {
+            "step": step,
+            "recipe": recipe,
+            "layer": f"layers.{i}.attention.wq",
+            "gemm": gemm,
+            "tensor": tensor,
+            "metric": metric,
+            "value": value + noise[i],
+        }
+        for recipe, value in values.items()
+        for step in (100, 500)
+        for i in range(layers)
+    ]

@@ -164,12 +164,18 @@ def test_properties_of_the_format_are_decided_at_any_scale(store):
 @pytest.mark.parametrize(
     "holds, low, high, expected",
     [
-        ({"above": 0}, 0.1, math.inf, "holds"), ({"above": 0}, 0, 1, "undecided"), ({"above": 0}, -2, 0, "does not hold"),
-        ({"below": 0}, -math.inf, -0.1, "holds"), ({"at_most": 0}, 0, 0, "holds"), ({"at_most": 0}, 0, 1, "undecided"),
-        ({"at_least": 0.9}, 0.9, 1, "holds"), ({"between": [1, 2]}, 1, 2, "holds"), ({"between": [1, 2]}, 2.1, 3, "does not hold"),
+        ({"above": 0}, 0.1, math.inf, "holds"),
+        ({"above": 0}, 0, 1, "undecided"),
+        ({"above": 0}, -2, 0, "does not hold"),
+        ({"below": 0}, -math.inf, -0.1, "holds"),
+        ({"at_most": 0}, 0, 0, "holds"),
+        ({"at_most": 0}, 0, 1, "undecided"),
+        ({"at_least": 0.9}, 0.9, 1, "holds"),
+        ({"between": [1, 2]}, 1, 2, "holds"),
+        ({"between": [1, 2]}, 2.1, 3, "does not hold"),
         ({"above": 0}, math.nan, math.nan, "undecided"),
     ],
-)  # fmt: skip
+)
 def test_rules(holds, low, high, expected):
     claim = replace(LEDGER["h1-wgrad"], holds=holds)
     assert decide(claim, Effect(0.0, low, high, "share", (0, 1))) == expected
@@ -177,9 +183,17 @@ def test_rules(holds, low, high, expected):
 
 def write(tmp_path, change):
     entry = {
-        "id": "x", "paper": "P1", "claim": "C.", "figure": "h1", "metric": "overhead", "arguments": {"arm": "mxfp4"},
-        "holds": {"above": 0}, "needs": "any", "scale_note": "s", "chapter": "ablation",
-    }  # fmt: skip
+        "id": "x",
+        "paper": "P1",
+        "claim": "C.",
+        "figure": "h1",
+        "metric": "overhead",
+        "arguments": {"arm": "mxfp4"},
+        "holds": {"above": 0},
+        "needs": "any",
+        "scale_note": "s",
+        "chapter": "ablation",
+    }
     data = {"needs": {"any": {"seeds": 1}}, "claims": [entry]}
     change(data, entry)
     path = tmp_path / "claims.yml"

@@ -1,4 +1,5 @@
-"""Frames, charts and notes of the evidence chapters; the recomputed MLPerf figures; the bias of stochastic rounding."""
+"""Frames, charts and notes of the evidence chapters; the recomputed MLPerf figures; the bias of stochastic
+rounding."""
 
 import math
 from dataclasses import replace

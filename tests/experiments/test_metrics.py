@@ -45,8 +45,16 @@ def test_an_arm_that_misses_the_target_gives_a_bound(tmp_path):
 
 
 def test_convergence_is_by_seed(tmp_path):
-    study = study_of(tmp_path, {"fp8": 1.0, "mxfp4": 1.5, "mxfp4+sr": 2.5, "mxfp4+h16": lambda s: 2.5 if s else 1.1,
-                                "mxfp4+rht16": math.inf})  # fmt: skip
+    study = study_of(
+        tmp_path,
+        {
+            "fp8": 1.0,
+            "mxfp4": 1.5,
+            "mxfp4+sr": 2.5,
+            "mxfp4+h16": lambda s: 2.5 if s else 1.1,
+            "mxfp4+rht16": math.inf,
+        },
+    )
     spans = {arm: metrics.convergence(study, arm=arm) for arm in study.arms}
     assert (spans["mxfp4"].low, spans["mxfp4"].high) == (1, 1)
     assert (spans["mxfp4+sr"].low, spans["mxfp4+sr"].high) == (0, 0)
@@ -102,8 +110,15 @@ def test_remaining_gap(tmp_path):
 
 
 def test_published_order(tmp_path):
-    right = {"fp8": 1.0, "mxfp4-fprop": 1.085, "mxfp4-fprop-dgrad": 1.105, "mxfp4": 1.265, "mxfp4+sr": 3.0,
-             "mxfp4+rht16": math.inf, "mxfp4+h16": 1.08}  # fmt: skip
+    right = {
+        "fp8": 1.0,
+        "mxfp4-fprop": 1.085,
+        "mxfp4-fprop-dgrad": 1.105,
+        "mxfp4": 1.265,
+        "mxfp4+sr": 3.0,
+        "mxfp4+rht16": math.inf,
+        "mxfp4+h16": 1.08,
+    }
     assert metrics.published_order(study_of(tmp_path / "a", right)).value == 1
     wrong = {**right, "mxfp4": 1.02, "mxfp4+sr": 1.01}
     assert metrics.published_order(study_of(tmp_path / "b", wrong)).value < 0.7
@@ -121,8 +136,15 @@ def test_probes(tmp_path):
         study, metric="pattern_next", probed="bf16", recipe="mxfp4+h16", gemm="wgrad", tensor="dw"
     )
     assert a.value == pytest.approx(0.9) and a.unit == "cosine" and a.over == "4 layers" and a.seeds == (0,)
-    d = metrics.probe_difference(study, metric="pattern_next", probed="bf16", recipe="mxfp4+h16", gemm="wgrad", tensor="dw",
-                                 against_recipe="mxfp4+rht16")  # fmt: skip
+    d = metrics.probe_difference(
+        study,
+        metric="pattern_next",
+        probed="bf16",
+        recipe="mxfp4+h16",
+        gemm="wgrad",
+        tensor="dw",
+        against_recipe="mxfp4+rht16",
+    )
     assert d.value == pytest.approx(0.8) and d.low == pytest.approx(0.8)
     with pytest.raises(NoEffect, match="no probe of pattern_next"):
         metrics.probe(study, metric="pattern_next", probed="bf16", recipe="mxfp4", gemm="wgrad", tensor="dw")
