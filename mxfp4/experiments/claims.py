@@ -281,7 +281,7 @@ def effect_text(effect: Effect | None, *, unit: bool = True) -> str:
     if effect is None:
         return "none"
     if effect.unit == "seeds":
-        return f"{effect.value * len(effect.seeds):.0f} of {len(effect.seeds)} seeds"
+        return f"{effect.value * len(effect.seeds):.0f} of {len(effect.seeds)} seeds converge"
     factor, sign, name, decimals = _PRINT[effect.unit]
     ends = [x * factor for x in (effect.value, effect.low, effect.high) if math.isfinite(x) and x != 0]
     if ends and max(map(abs, ends)) < 10.0**-decimals:  # small effects keep two digits

@@ -293,7 +293,7 @@ def test_effects_are_printed_with_their_unit():
     assert effect_text(Effect(0.084, 0.079, math.inf, "share", (0,))) == "+8.4 % [+7.9, ∞]"
     assert effect_text(Effect(0.0213, math.nan, math.nan, "nats", (0,))) == "+0.0213 nats"
     assert effect_text(Effect(-4.2e-5, -5e-5, -3e-5, "share", (0,))) == "-0.0042 % [-0.0050, -0.0030]"
-    assert effect_text(Effect(1 / 3, 0, 1, "seeds", (0, 1, 2))) == "1 of 3 seeds"
+    assert effect_text(Effect(1 / 3, 0, 1, "seeds", (0, 1, 2))) == "1 of 3 seeds converge"
     assert effect_text(Effect(1.12, 1.1, 1.13, "ratio", (0,))) == "1.120x [1.100, 1.130]"
     assert effect_text(None) == "none"
 
