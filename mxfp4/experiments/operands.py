@@ -35,7 +35,9 @@ from mxfp4.numerics.formats import BLOCK, e8m0_value, elem_format
 from mxfp4.numerics.hadamard import rotate_last
 from mxfp4.numerics.kernels.quantize_torch import block_amax, spread
 from mxfp4.numerics.scales import scale_byte
-from mxfp4.training.gemms import AXES, ROTATION, STREAMS, both_operands, product, rotate_both, token_multiple
+from mxfp4.training.gemms import (
+    AXES, ROTATION, STREAMS, both_operands, product, quantized_operand, rotate_both, token_multiple,
+)  # fmt: skip
 from mxfp4.training.recipe import GEMMS, TENSORS, Gemm, Operand, Recipe
 
 Rows = dict[tuple[str, str, str], Tensor]
@@ -139,8 +141,7 @@ def operand_rows(layer: Captured, recipe: Recipe, seed: Tensor | None, made: dic
         basis = in_basis(t, op, axis, seed, stream)
         found = _error(values(made[gemm, name]), basis)
         if op.is_mx and not (recipe.requantize and gemm != "fprop" and name != "g"):
-            limit = block_scales(basis, op) * (elem_format(op.elem or "e2m1").max / op.prescale)
-            found["clipped"] = (basis.abs() > limit).float().mean()
+            found["clipped"] = _clipped(basis, op)
         found |= _blocks(basis)
         if op.hadamard is not None:
             before = _blocks(oriented(t.float(), axis))
@@ -151,10 +152,13 @@ def operand_rows(layer: Captured, recipe: Recipe, seed: Tensor | None, made: dic
 
 @torch.no_grad()
 def rule_rows(layer: Captured, op: Operand) -> Rows:
-    """error, bias, clipped and flushed of each tensor in each GEMM under one unrotated `op`, rounded to nearest."""
-    recipe = Recipe("one operand", *[Gemm(op, op)] * 3)
-    kept = ("error", "bias", "clipped", "flushed")
-    return {key: value for key, value in operand_rows(layer, recipe, None).items() if key[2] in kept}
+    """error, bias, clipped and flushed of each tensor in each GEMM under one unrotated MX `op`, rounded to nearest."""
+    rows: Rows = {}
+    for (gemm, name), axis in AXES.items():
+        t = oriented(getattr(layer, name).float(), axis).contiguous()
+        found = _error(values(quantized_operand(t, op, -1, None, 0)), t) | {"clipped": _clipped(t, op)}
+        rows |= {(gemm, name, metric): value for metric, value in found.items()}
+    return rows
 
 
 @torch.no_grad()
@@ -228,6 +232,11 @@ def _error(q: Tensor, t: Tensor) -> dict[str, Tensor]:
     nonzero = t != 0
     flushed = (nonzero & (q == 0)).float().sum() / nonzero.sum()
     return {k: v for k, v in compare(q, t).items() if k != "cosine"} | {"flushed": flushed}
+
+
+def _clipped(basis: Tensor, op: Operand) -> Tensor:
+    limit = block_scales(basis, op) * (elem_format(op.elem or "e2m1").max / op.prescale)
+    return (basis.abs() > limit).float().mean()
 
 
 def _blocks(t: Tensor) -> dict[str, Tensor]:

@@ -41,8 +41,8 @@ from mxfp4.training.recipe import FP4, Operand, Recipe, layer_index
 
 COLUMNS = ("step", "recipe", "layer", "gemm", "tensor", "metric", "value")
 KINDS = ("wq", "wo", "w1", "w2")
-WOULD = ("mxfp4", "mxfp4+sr", "mxfp4+rht16", "mxfp4+h16", "mxfp4+h32")
-RULES = tuple(f"mxfp4+{rule}" for rule in SCALE_RULES)
+WOULD = ("mxfp4", "mxfp4+sr", "mxfp4+rht16", "mxfp4+h16")
+ROTATED = "mxfp4+h32"
 
 
 @dataclass
@@ -59,26 +59,27 @@ class Probe:
     """Callable for the training loop: `probe(model, step, batch)` -> rows.
 
     blocks: how many transformer blocks are looked at layer by layer, spread from the first to the last; None is
-    3 on a GPU, 2 on the CPU. kinds: which
-    of their layers, by the last part of the name; those left out resemble one that is in. max_tokens: how much of the
-    batch is used, in whole sequences; None is 8192 on a GPU, 512 on the CPU. draws: repetitions that tell bias from
-    noise for recipes with random numbers.
+    3 on a GPU, 2 on the CPU. kinds: which of their layers, by the last part of the name; those left out resemble one
+    that is in. max_tokens: how much of the batch is used, in whole sequences; None is 8192 on a GPU, 256 on the CPU. draws: repetitions that tell bias from
+    noise for recipes with random numbers; None is 4 on a GPU, 2 on the CPU.
     """
 
     def __init__(
-        self, *, blocks: int | None = None, kinds: tuple[str, ...] = KINDS, max_tokens: int | None = None, draws: int = 3
-    ):
-        if min(blocks or 1, max_tokens or 1) < 1 or draws < 2:
-            raise ValueError(f"blocks={blocks} and max_tokens={max_tokens} must be positive, draws={draws} at least 2")
+        self, *, blocks: int | None = None, kinds: tuple[str, ...] = KINDS, max_tokens: int | None = None,
+        draws: int | None = None,
+    ):  # fmt: skip
+        for what, given, least in (("blocks", blocks, 1), ("max_tokens", max_tokens, 1), ("draws", draws, 2)):
+            if given is not None and given < least:
+                raise ValueError(f"{what}={given} must be at least {least}")
         self.blocks, self.kinds, self.max_tokens, self.draws = blocks, kinds, max_tokens, draws
         self._last: _Seen | None = None
 
     def __call__(self, model: nn.Module, step: int, batch: Tensor) -> list[dict]:
         """Rows for `step`; `batch` is [sequences, seq + 1]. The model is as it was, apart from time passed."""
-        small = batch.device.type == "cpu"
-        max_tokens, blocks = self.max_tokens or (512 if small else 8192), self.blocks or (2 if small else 3)
-        batch = batch[: max(max_tokens // (batch.shape[1] - 1), 1)]
-        look = _Look(model, step, batch, _chosen(model, blocks, self.kinds), self.draws)
+        max_tokens, blocks, draws = (256, 2, 2) if batch.device.type == "cpu" else (8192, 3, 4)
+        batch = batch[: max((self.max_tokens or max_tokens) // (batch.shape[1] - 1), 1)]
+        layers = _chosen(model, self.blocks or blocks, self.kinds)
+        look = _Look(model, step, batch, layers, self.draws or draws)
         before = self._last if self._last is not None and self._last.step == step - 1 else None
         with untouched(model):
             look.take(before)
@@ -145,16 +146,16 @@ class _Look:
         self._pattern(name, layer.fqn, "wgrad", "dw", dw_error, before)
 
     def _variants(self, layer: Captured) -> None:
-        """Scale rules and block shapes on the tensors of an arm without FP4."""
-        for name in (*RULES, *transposition.VARIANTS):
+        """Scale rules, another rotation and block shapes, on the tensors of an arm without FP4."""
+        seed = self._seed(layer.fqn, 0)
+        for rule in SCALE_RULES:
+            self._add(f"mxfp4+{rule}", layer.fqn, operands.rule_rows(layer, Operand("mxfp4", scale_rule=rule)))
+        for name in (ROTATED, *transposition.VARIANTS):
             used = self._recipe(name, layer.fqn)
-            if used is self.layers[layer.fqn].recipe:
+            if used is self.layers[layer.fqn].recipe or name in WOULD:  # does not fit; is there already
                 continue
-            if name in RULES:
-                rule = name.partition("+")[2]
-                self._add(name, layer.fqn, operands.rule_rows(layer, Operand("mxfp4", scale_rule=rule)))
-            if name in transposition.VARIANTS:
-                self._add(name, layer.fqn, transposition.transposition_rows(layer, used, self._seed(layer.fqn, 0)))
+            measure = operands.operand_rows if name == ROTATED else transposition.transposition_rows
+            self._add(name, layer.fqn, measure(layer, used, seed))
 
     def _gradient(self, name: str, own: dict, reference: dict, before: _Seen | None) -> None:
         """The whole model's gradient under one recipe, against BF16's; experts that saw no token have none."""
