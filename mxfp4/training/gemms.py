@@ -22,7 +22,7 @@ from mxfp4.numerics.matmul import gemm, gemm_dtype
 from mxfp4.numerics.nvfp4 import nvfp4_values
 from mxfp4.numerics.philox import random16, random_signs
 from mxfp4.numerics.quantize import fake_quantize, fake_quantize_pair
-from mxfp4.numerics.rounding import round_nearest, round_stochastic
+from mxfp4.numerics.rounding import round_stochastic
 from mxfp4.training.recipe import GEMMS, ROTATIONS, TENSORS, Operand, Recipe
 
 # Streams of random numbers, one an operand. `fake_quantize` takes the signs of a rotation from stream // 2, so the
@@ -71,9 +71,11 @@ def quantized_operand(t: Tensor, op: Operand, axis: int, seed: Tensor | None, st
     if op.two_sided:
         size = ROTATION[op.hadamard].size
         t, op = rotate_both(t.float(), size), replace(op, hadamard=None)
-    if op.prescale != 1:
-        value, factor = quantized_operand(t * op.prescale, replace(op, prescale=1.0), axis, seed, stream)
-        return value, (1.0 if factor is None else factor) * torch.ones((), device=t.device) / op.prescale
+    if op.prescaled:
+        # The floor rule's scale of t puts 3/4 t in [3, 6) of it: that is rceil's scale of 3/4 t, but for a block whose
+        # maximum is a power of two, where rceil takes the half of it, and does not clip either.
+        scaled = replace(op, scale_rule="rceil", prescaled=False)
+        return quantized_operand(t * 0.75, scaled, axis, seed, stream)[0], torch.full((), 4 / 3, device=t.device)
     if op.is_mx:
         free = op.transposable
         value = fake_quantize(t, axis=-1 if free else axis, seed=seed, dtype=carrier, **_how(op, stream))
@@ -98,17 +100,19 @@ def rotate_both(t: Tensor, size: int) -> Tensor:
     return rotate_last(rotate_last(t, size).t().contiguous(), size).t()
 
 
+_FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
 def _fp8_per_tensor(value: Tensor, op: Operand, seed, stream: int, carrier: torch.dtype) -> tuple[Tensor, Tensor]:
     """FP8 with one FP32 scale a tensor, taken from its current maximum ("current scaling"); a zero tensor keeps 1."""
     fmt = elem_format(op.elem)
-    value = value.float()
-    amax = value.abs().amax()
+    amax = value.abs().amax().float()
     scale = torch.where(amax > 0, fmt.max / amax, 1.0).clamp(max=torch.finfo(torch.float32).max)
-    value = value * scale
+    value = value.float() * scale
     if op.rounding == "stochastic":
         value = round_stochastic(value, fmt, random16(seed, tuple(value.shape), stream))
     else:
-        value = round_nearest(value, fmt)
+        value = value.to(_FP8[op.elem])  # nearest even; the scale leaves nothing to saturate
     return value.to(carrier), 1.0 / scale
 
 
@@ -138,7 +142,7 @@ def both_operands(t: Tensor, name: str, layer_recipe: Recipe, seed: Tensor | Non
 
 def _one_read(op: Operand) -> bool:
     """Whether `fake_quantize_pair` can make this operand beside its sister."""
-    return op.is_mx and not op.transposable and not op.two_sided and op.prescale == 1
+    return op.is_mx and not op.transposable and not (op.two_sided or op.prescaled)
 
 
 def product(

@@ -53,8 +53,8 @@ class Operand:
     hadamard: str | None = None
     """hN: Sylvester of size N; rhtN: with random signs redrawn at every step; frhtN: with random signs drawn once;
     hhN: Sylvester along both axes, undone on the product, so that square blocks keep serving both orientations."""
-    prescale: float = 1.0
-    """Multiplied in before quantization, divided out of the product: 3/4 keeps stochastic rounding from clipping."""
+    prescaled: bool = False
+    """Elements times 3/4 after the floor rule took its scale, 4/3 on the product: nothing clips (Tseng et al.)."""
 
     def __post_init__(self):
         one_of("format", self.format, FORMATS)
@@ -63,8 +63,8 @@ class Operand:
         one_of("scale_rule", self.scale_rule, SCALE_RULES)
         one_of("rounding", self.rounding, ROUNDINGS)
         one_of("hadamard", self.hadamard, (None, *ROTATIONS))
-        if not 0 < self.prescale <= 1:
-            raise ValueError(f"prescale={self.prescale!r} is not allowed; it lies in (0, 1]")
+        if self.prescaled and (self.format, self.scale_rule) != ("mxfp4", "floor"):
+            raise ValueError(f"prescaled needs format 'mxfp4' and scale_rule 'floor', got {self.format!r}, {self.scale_rule!r}")
 
     @property
     def is_mx(self) -> bool:
@@ -94,8 +94,8 @@ class Operand:
             parts += [self.block, self.scale_rule] if self.is_mx else [self.block]
         if self.rounding == "stochastic":
             parts.append("sr")
-        if self.prescale != 1:
-            parts.append(f"x{self.prescale:g}")
+        if self.prescaled:
+            parts.append("x3/4")
         return " ".join(parts + ([self.hadamard] if self.hadamard else []))
 
 
@@ -253,7 +253,7 @@ MODIFIERS: dict[str, Callable[[Recipe], Recipe]] = {
     "sr": lambda r: _change(r, rounding="stochastic"),
     "sr-grad": lambda r: _change(r, tensors="g", rounding="stochastic"),
     "sr-bwd": lambda r: _change(r, gemms=("dgrad", "wgrad"), rounding="stochastic"),
-    "prescale": lambda r: _change(r, prescale=0.75),
+    "prescale": lambda r: _change(r, scale_rule="floor", prescaled=True),
     "2d": lambda r: _change(r, block="2d"),
     "2d-w": lambda r: _change(r, tensors="w", block="2d"),
     "qk8": lambda r: replace(r, overrides=(*r.overrides, Override(_QUERY_KEY, **_MXFP8))),
@@ -270,7 +270,7 @@ TI2D = {"2d": "2d", "rceil": "rceil", "sr": "sr-grad", "qk8": "qk8"}
 # Recipes of other papers, by what public code or abstracts say of them (their sources: the book's references).
 OTHERS = {
     "nvfp4": "nvfp4-plain+2d-w+sr-grad+frht16-wgrad+tail15",
-    "tseng": "mxfp4-bwd+floor+prescale+sr+rht64",
+    "tseng": "mxfp4-bwd+prescale+sr+rht64",
     "tetrajet": "mxfp4+rceil+sr-bwd+double",
 }
 

@@ -242,7 +242,7 @@ def test_misfit_features_are_refused_by_name_before_anything_changes():
     assert type(model[1]) is MXFP4Linear
 
 
-@pytest.mark.parametrize("name", ["mxfp4+2d+hh16", "mxfp4+2d+rceil+hh32", "nvfp4-plain", "nvfp4-plain+2d", "mxfp4+floor+prescale+sr"])
+@pytest.mark.parametrize("name", ["mxfp4+2d+hh16", "mxfp4+2d+rceil+hh32", "nvfp4-plain", "nvfp4-plain+2d", "mxfp4+prescale+sr"])
 def test_two_sided_rotation_nvfp4_and_prescale_come_out_in_the_original_basis_and_scale(name, data):
     """Their products are undone after the GEMM: what remains is an FP4 error, not a rotated or scaled result."""
     x, grad = data
@@ -271,6 +271,32 @@ def test_requantize_takes_the_backward_operands_from_the_forward_ones():
     forward, backward = (v for v, _ in both_operands(w, "w", recipe("mxfp4+rceil+double"), None))
     again = mxfp4.fake_quantize(forward, axis=0, scale_rule="rceil")
     assert torch.equal(backward.t(), again) and not torch.equal(backward.t(), mxfp4.fake_quantize(w, axis=0, scale_rule="rceil"))
+
+
+def test_prescale_takes_the_floor_scale_and_is_unbiased_at_the_block_maximum():
+    from mxfp4.numerics.formats import e8m0_value
+    from mxfp4.training.gemms import quantized_operand
+
+    x = torch.randn(4096, 32)
+    x[:, 0] = 7.7  # floor scales it to (6, 8) and clips
+    op = recipe("mxfp4+prescale+sr").fprop.a
+    value, factor = quantized_operand(x, op, -1, torch.tensor(1), 0)
+    scale = e8m0_value(quantize(x, scale_rule="floor").scale)
+    assert torch.equal(value / scale, (value / scale * 2).round() / 2) and (value.abs() <= 6 * scale).all()
+    first = (value * factor)[:, 0]
+    assert abs(first.mean() - 7.7) < 4 * first.std() / 64
+    assert (mxfp4.fake_quantize(x, scale_rule="floor", rounding="stochastic", seed=1)[:, 0] == 6).all()
+
+
+def test_fp8_rounds_as_the_format_does():
+    from mxfp4.numerics.formats import ELEMS
+    from mxfp4.numerics.rounding import round_nearest
+    from mxfp4.training.gemms import quantized_operand
+
+    x = torch.randn(64, 64) * torch.exp2(torch.randint(-30, 30, (64, 64)).float())
+    for elem in ("e4m3", "e5m2"):
+        value, factor = quantized_operand(x, Operand("fp8", elem), -1, None, 0)
+        assert torch.equal(value, round_nearest(x * (1 / factor), ELEMS[elem]))
 
 
 def test_bf16_tail_keeps_the_last_layers():

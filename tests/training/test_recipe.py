@@ -82,7 +82,7 @@ def test_a_recipe_is_immutable_and_prints_itself():
     (lambda: Operand("mxfp4", scale_rule="up"), ("up", "floor", "rceil")),
     (lambda: Operand("mxfp4", rounding="odd"), ("odd", "nearest", "stochastic")),
     (lambda: Operand("mxfp4", hadamard="h8"), ("h8", "h16", "rht16")),
-    (lambda: Operand("mxfp4", prescale=2.0), ("2.0", "(0, 1]")),
+    (lambda: Operand("mxfp4", prescaled=True), ("even", "floor")),
     (lambda: Recipe("x", bf16_tail=1.5), ("1.5", "[0, 1)")),
     (lambda: recipe("mxfp4+double+h16"), ("double", "rotation")),
     (lambda: Gemm(Operand("mxfp4", hadamard="h16"), Operand("mxfp4")), ("h16", "None")),
