@@ -36,10 +36,13 @@ class Hadamard:
 
     def __post_init__(self):
         object.__setattr__(self, "size", one_of("Hadamard size", as_index("Hadamard size", self.size), SIZES))
-        if self.signs is None or isinstance(self.signs, str) and self.signs == "seed":
+        if self.signs is None or (isinstance(self.signs, str) and self.signs == "seed"):
             return
-        if isinstance(self.signs, str) or not isinstance(self.signs, Iterable):
-            raise ValueError(f"Hadamard signs={self.signs!r} is not known; allowed: None, 'seed', a vector of +1 and -1")
+        message = f"Hadamard signs={self.signs!r} is not known; allowed: None, 'seed', a vector of +1 and -1"
+        if isinstance(self.signs, str):
+            raise ValueError(message)
+        if not isinstance(self.signs, Iterable):
+            raise TypeError(message)
         signs = tuple(self.signs)
         if len(signs) != self.size or any(s not in (1, -1) for s in signs):
             raise ValueError(f"Hadamard signs must be {self.size} numbers +1 or -1, got {signs!r}")

@@ -40,7 +40,7 @@ def rule_addend(fmt: ElemFormat, rule: str) -> int:
 
 def scale_byte(amax: Tensor, fmt: ElemFormat, rule: str) -> Tensor:
     """E8M0 bytes (uint8) for block maxima `amax` (FP32, >= 0). Zero: byte 0. NaN or infinity: byte 255."""
-    bits = amax.view(torch.int32)
+    bits = amax.view(torch.int32) & 0x7FFFFFFF  # a vectorized maximum may set the sign of the NaN that it returns
     byte = ((bits + rule_addend(fmt, rule)) >> 23) - fmt.emax
     byte = torch.where(bits >= 0x7F800000, E8M0_NAN, byte.clamp(min=0))
     return byte.to(torch.uint8)

@@ -44,7 +44,24 @@ def test_codes_beyond_the_largest_finite_one_read_as_nan():
 
 
 def test_e2m1_values_in_code_order():
-    assert ELEMS["e2m1"].values().tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+    assert ELEMS["e2m1"].values().tolist() == [
+        0,
+        0.5,
+        1,
+        1.5,
+        2,
+        3,
+        4,
+        6,
+        -0.0,
+        -0.5,
+        -1,
+        -1.5,
+        -2,
+        -3,
+        -4,
+        -6,
+    ]
 
 
 def test_every_e8m0_byte():

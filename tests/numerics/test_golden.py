@@ -35,7 +35,12 @@ def fixed_input() -> torch.Tensor:
     i = torch.arange(64 * 128)
     noise = (i * 2654435761 + (i * i % 8191) * 40503) & 0xFFFFFFFF
     exponent = 107 + (noise >> 23) % 9 + (i // 512) * 2
-    x = ((noise >> 31 << 31) | exponent << 23 | noise & 0x7FFFFF).to(torch.int32).view(torch.float32).view(64, 128)
+    x = (
+        ((noise >> 31 << 31) | exponent << 23 | noise & 0x7FFFFF)
+        .to(torch.int32)
+        .view(torch.float32)
+        .view(64, 128)
+    )
     x[1, :32] = 0
     x[2, 32:64] *= 2.0**-126
     x[3, 64] = torch.nan
@@ -49,7 +54,16 @@ def digest(elem: str, rounding: str, x: torch.Tensor) -> str:
     for block, axis, rule, rotation in product(("1d", "2d"), (-1, 0), RULES, ROTATIONS):
         if rotation is not None and x.shape[axis] % rotation.size:
             continue
-        q = quantize(x, elem=elem, rounding=rounding, block=block, axis=axis, scale_rule=rule, hadamard=rotation, seed=1234567890123)
+        q = quantize(
+            x,
+            elem=elem,
+            rounding=rounding,
+            block=block,
+            axis=axis,
+            scale_rule=rule,
+            hadamard=rotation,
+            seed=1234567890123,
+        )
         sha.update(q.qdata.numpy().tobytes() + q.scale.numpy().tobytes())
     return sha.hexdigest()
 
@@ -59,7 +73,9 @@ def digests() -> dict[str, str]:
     table = {f"{e} {r}": digest(e, r, x) for e, r in product(ELEMS, ("nearest", "stochastic"))}
     counter = torch.tensor([42, 0])
     seeds = torch.stack([draw_seed(counter) for _ in range(8)])
-    streams = [mxfp4.fake_quantize(x[8:], rounding="stochastic", seed=s, stream=i) for i, s in enumerate(seeds)]
+    streams = [
+        mxfp4.fake_quantize(x[8:], rounding="stochastic", seed=s, stream=i) for i, s in enumerate(seeds)
+    ]
     table["seeds and streams"] = hashlib.sha256(
         seeds.numpy().tobytes() + torch.stack(streams).numpy().tobytes()
     ).hexdigest()
@@ -75,7 +91,9 @@ def test_this_version_has_its_digests():
     assert SEMANTICS_VERSION in GOLDEN, "print them with: python tests/numerics/test_golden.py"
 
 
-@pytest.mark.parametrize("name", [f"{e} {r}" for e, r in product(ELEMS, ("nearest", "stochastic"))] + ["seeds and streams"])
+@pytest.mark.parametrize(
+    "name", [f"{e} {r}" for e, r in product(ELEMS, ("nearest", "stochastic"))] + ["seeds and streams"]
+)
 def test_bytes_are_those_of_this_semantics_version(name):
     assert digests_once()[name] == GOLDEN[SEMANTICS_VERSION][name], (
         f"quantized bytes of {name!r} changed: a bug, or raise SEMANTICS_VERSION and add its digests here"

@@ -39,7 +39,9 @@ def test_random_scales(m, k, out_dtype):
     assert_product(got, a, b)
 
 
-@pytest.mark.parametrize("elem_a, elem_b", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e2m1", "e4m3"), ("e5m2", "e2m1")])
+@pytest.mark.parametrize(
+    "elem_a, elem_b", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e2m1", "e4m3"), ("e5m2", "e2m1")]
+)
 def test_mixed_elements(elem_a, elem_b):
     a, b = random_operand(33, 160, 1, elem_a), random_operand(68, 160, 2, elem_b)
     assert_product(matmul(a, b), a, b)

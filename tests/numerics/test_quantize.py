@@ -20,7 +20,9 @@ from mxfp4 import Hadamard, MXTensor, fake_quantize, quantize
 
 CASES = json.loads((Path(__file__).parent / "cases_blocks.json").read_text())
 CODES = torch.arange(16, dtype=torch.uint8)
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="needs a C++ compiler"
+)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -46,7 +48,10 @@ def test_named_block(case, rule):
     q = quantize(x, scale_rule=rule)
     assert q.scale[:, 0].tolist() == [0, want["scale"], 0]
     assert q.codes()[1].tolist() == want["codes"] + [0] * (32 - len(values))
-    assert quantize_block(x[1].tolist(), "e2m1", rule) == (want["scale"], q.codes()[1].tolist())  # the oracle too
+    assert quantize_block(x[1].tolist(), "e2m1", rule) == (
+        want["scale"],
+        q.codes()[1].tolist(),
+    )  # the oracle too
 
 
 def test_there_are_twenty_named_blocks_with_all_rules():
@@ -78,7 +83,21 @@ def test_nan_in_any_place_of_blocks_of_either_kind():
             q = quantize(x, axis=axis)
             row, column = (place, 63 - place) if axis else (63 - place, place)
             assert (q.scale == 255).nonzero().tolist() == [[row, column // 32]]
-        assert (quantize(x, block="2d").scale == 255).nonzero().tolist() == [[place // 32, (63 - place) // 32]]
+        assert (quantize(x, block="2d").scale == 255).nonzero().tolist() == [
+            [place // 32, (63 - place) // 32]
+        ]
+
+
+@pytest.mark.parametrize("block_kind", ["1d", "2d"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_nan_in_tensors_wide_enough_for_vector_units(axis, block_kind):
+    """Their maxima return NaN with its sign set: read as an integer, less than zero. It once became a block of zeros."""
+    for place in range(0, 2048, 31):
+        x = torch.ones((32, 2048) if axis else (2048, 32))
+        x[(5, place) if axis else (place, 5)] = math.nan
+        q = quantize(x, axis=axis, block=block_kind)
+        row = 0 if block_kind == "2d" else 5
+        assert (q.scale == 255).nonzero().tolist() == [[row, place // 32]]
 
 
 def operand(codes: torch.Tensor, byte: int, elem: str) -> MXTensor:
@@ -119,7 +138,13 @@ def test_negative_underflow_keeps_its_sign():
 
 
 def test_zero_rows():
-    for how in ({}, {"block": "2d"}, {"hadamard": Hadamard(16)}, {"rounding": "stochastic"}, {"elem": "e5m2"}):
+    for how in (
+        {},
+        {"block": "2d"},
+        {"hadamard": Hadamard(16)},
+        {"rounding": "stochastic"},
+        {"elem": "e5m2"},
+    ):
         q = quantize(torch.ones(0, 64), **how)
         assert q.shape == (0, 64) and q.scale.shape == (0, 2) and q.dequantize().shape == (0, 64)
         assert fake_quantize(torch.ones(3, 0, 64), **how).shape == (3, 0, 64)
@@ -178,7 +203,14 @@ def test_stochastic_rounding_lands_on_a_neighbour(elem, values, rule, seed):
 def test_fake_quantize_equals_quantize_then_dequantize(elem, block_kind, rounding, hadamard):
     x = normal(64, 128)
     x[3, 7] = math.nan
-    how = dict(elem=elem, block=block_kind, rounding=rounding, hadamard=hadamard, scale_rule="even", seed=5)
+    how = {
+        "elem": elem,
+        "block": block_kind,
+        "rounding": rounding,
+        "hadamard": hadamard,
+        "scale_rule": "even",
+        "seed": 5,
+    }
     for axis in (0, -1):
         want = quantize(x, axis=axis, **how)
         for dtype in (None, torch.bfloat16, torch.float64):
@@ -280,7 +312,9 @@ def test_seeds():
     def draw(seed=None, **how):
         return quantize(x, rounding="stochastic", seed=seed, **how)
 
-    assert same(draw(1), draw(1)) and same(draw(1), draw(torch.tensor(1))) and same(draw(1), draw(np.int64(1)))
+    assert (
+        same(draw(1), draw(1)) and same(draw(1), draw(torch.tensor(1))) and same(draw(1), draw(np.int64(1)))
+    )
     assert same(draw(-1), draw(2**64 - 1)) and same(draw(-(2**63)), draw(2**63))
     assert not same(draw(1), draw(2)) and not same(draw(1), draw(1 + 2**32))
     assert not same(draw(), draw())  # the next call differs
@@ -301,7 +335,9 @@ def test_nearest_draws_nothing():
 def test_operands_of_a_gemm_share_their_signs():
     x = torch.eye(32)
     h = Hadamard(16, "seed")
-    signs = [tuple(fake_quantize(x, hadamard=h, seed=4, stream=s)[0, :16].sign().tolist()) for s in (0, 1, 2, 3)]
+    signs = [
+        tuple(fake_quantize(x, hadamard=h, seed=4, stream=s)[0, :16].sign().tolist()) for s in (0, 1, 2, 3)
+    ]
     assert signs[0] == signs[1] and signs[2] == signs[3]
     rows = [fake_quantize(x, hadamard=h, seed=4, stream=s) for s in (0, 2)]
     assert not torch.equal(*rows)
@@ -309,7 +345,13 @@ def test_operands_of_a_gemm_share_their_signs():
 
 # --- surroundings ------------------------------------------------------------------------------------------------
 
-SR_ROTATED = dict(hadamard=Hadamard(16, "seed"), rounding="stochastic", seed=3, elem="e4m3", block="2d")
+SR_ROTATED = {
+    "hadamard": Hadamard(16, "seed"),
+    "rounding": "stochastic",
+    "seed": 3,
+    "elem": "e4m3",
+    "block": "2d",
+}
 
 
 def test_inference_mode_and_no_grad():
@@ -347,7 +389,10 @@ def test_meta_tensors_give_shapes():
     x = torch.empty(64, 96, device="meta")
     q = quantize(x, **SR_ROTATED)
     assert q.qdata.shape == (64, 96) and q.scale.shape == (2, 3) and q.dequantize().shape == (64, 96)
-    assert quantize(x).qdata.shape == (64, 48) and fake_quantize(x, axis=0, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert (
+        quantize(x).qdata.shape == (64, 48)
+        and fake_quantize(x, axis=0, dtype=torch.bfloat16).dtype == torch.bfloat16
+    )
 
 
 def test_deterministic_algorithms_and_autocast():
@@ -407,7 +452,9 @@ def test_number_of_threads_does_not_matter():
 def test_vmap_over_rows():
     x = normal(8, 64)
     assert torch.equal(torch.func.vmap(fake_quantize)(x), fake_quantize(x))
-    assert torch.equal(torch.func.vmap(lambda v: quantize(v).scale, in_dims=1)(x.t().contiguous()), quantize(x).scale)
+    assert torch.equal(
+        torch.func.vmap(lambda v: quantize(v).scale, in_dims=1)(x.t().contiguous()), quantize(x).scale
+    )
 
 
 def test_gradients_are_zero_not_wrong():
@@ -443,7 +490,12 @@ def test_traced_whole_with_the_result_as_mxtensor(how):
 
     def whole(x):
         q = quantize(x, **how)
-        return q, q.dequantize(torch.bfloat16), q.t().dequantize(rotated=False), mxfp4.matmul(quantize(x), quantize(x))
+        return (
+            q,
+            q.dequantize(torch.bfloat16),
+            q.t().dequantize(rotated=False),
+            mxfp4.matmul(quantize(x), quantize(x)),
+        )
 
     x = normal(64, 96)
     got = torch.compile(whole, fullgraph=True, backend="aot_eager")(x)

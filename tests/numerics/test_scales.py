@@ -32,7 +32,9 @@ def test_every_exponent_with_the_critical_mantissas(elem, rule):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("elem", FORMATS)
-@given(bits=st.lists(st.builds(lambda e, m: e << 23 | m, st.integers(0, 254), mantissa), min_size=1, max_size=50))
+@given(
+    bits=st.lists(st.builds(lambda e, m: e << 23 | m, st.integers(0, 254), mantissa), min_size=1, max_size=50)
+)
 def test_any_amax(elem, rule, bits):
     amax = [fp32(b) for b in bits]
     assert bytes_of(amax, elem, rule) == [scale_byte([a], elem, rule) for a in amax]
@@ -57,6 +59,13 @@ def test_zero_nan_and_infinity(elem, rule):
     assert ours(amax, ELEMS[elem], rule).tolist() == [0, 255, 255]
 
 
+@pytest.mark.parametrize("elem", FORMATS)
+def test_a_nan_with_its_sign_set_is_a_nan(elem):
+    """What vectorized maxima return: all ones."""
+    amax = torch.tensor([-1, -(2**22), 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
+    assert ours(amax, ELEMS[elem], "floor").tolist() == [255, 255, 255]
+
+
 def test_inverse_is_exact():
     inverse = inverse_scale(torch.arange(254, dtype=torch.uint8))
     assert inverse.tolist() == [float(1 / scale_value(b)) for b in range(254)]
@@ -69,5 +78,7 @@ def test_no_finite_amax_needs_more_than_byte_253():
 
 
 def test_unknown_rule():
-    with pytest.raises(ValueError, match="scale_rule='round' is not known; allowed: 'floor', 'even', 'ceil', 'rceil'"):
+    with pytest.raises(
+        ValueError, match="scale_rule='round' is not known; allowed: 'floor', 'even', 'ceil', 'rceil'"
+    ):
         rule_addend(ELEMS["e2m1"], "round")
