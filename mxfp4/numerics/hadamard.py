@@ -38,14 +38,10 @@ class Hadamard:
         object.__setattr__(self, "size", one_of("Hadamard size", as_index("Hadamard size", self.size), SIZES))
         if self.signs is None or (isinstance(self.signs, str) and self.signs == "seed"):
             return
-        message = f"Hadamard signs={self.signs!r} is not known; allowed: None, 'seed', a vector of +1 and -1"
-        if isinstance(self.signs, str):
-            raise ValueError(message)
-        if not isinstance(self.signs, Iterable):
-            raise TypeError(message)
-        signs = tuple(self.signs)
+        signs = tuple(self.signs) if isinstance(self.signs, Iterable) else (self.signs,)
         if len(signs) != self.size or any(s not in (1, -1) for s in signs):
-            raise ValueError(f"Hadamard signs must be {self.size} numbers +1 or -1, got {signs!r}")
+            given = self.signs if isinstance(self.signs, str) else signs
+            raise ValueError(f"Hadamard signs must be None, 'seed' or {self.size} numbers +1 or -1, got {given!r}")
         object.__setattr__(self, "signs", tuple(int(s) for s in signs))
 
     def resolve(self, seed: Tensor | None, stream: int, device: torch.device) -> Tensor | None:

@@ -178,9 +178,7 @@ def test_sizes_of_other_types(size):
     "signs", ["random", 5, 1.0, (1,) * 15, (0,) * 16, (1.5,) * 16, (2,) * 16, torch.ones(32), ()]
 )
 def test_other_signs(signs):
-    with pytest.raises(
-        (TypeError, ValueError), match="Hadamard signs.* (allowed: None, 'seed', a vector|16 numbers)"
-    ):
+    with pytest.raises(ValueError, match="Hadamard signs must be None, 'seed' or 16 numbers [+]1 or -1, got"):
         Hadamard(16, signs)
 
 
