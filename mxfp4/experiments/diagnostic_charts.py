@@ -159,7 +159,21 @@ def tile(scales: pd.DataFrame, *, title: str) -> alt.TopLevelMixin:
     return chart.facet(facet=alt.Facet("blocks:N", sort=names, title=None), columns=3).properties(title=title)
 
 
-def signed_heat(table: pd.DataFrame, *, x: str, y: str, value: str, title: str, unit: str) -> alt.Chart:
+def arm_bars(rows: pd.DataFrame, *, title: str, unit: str, complement: bool = False) -> alt.Chart:
+    """One horizontal bar an arm, at the mean over steps; `complement` draws 1 - value."""
+    table = diagnostics.summary(rows, ["arm"])
+    table["mean"] = 1 - table["mean"] if complement else table["mean"]
+    chart = alt.Chart(table).mark_bar().encode(
+        y=alt.Y("arm:N", sort=list(table["arm"]), title=None),
+        x=alt.X("mean:Q", title=unit),
+        tooltip=["arm:N", alt.Tooltip("mean:Q", format=".4g", title=unit)],
+    )
+    return chart.properties(title=title, height=22 * len(table))
+
+
+def signed_heat(
+    table: pd.DataFrame, *, x: str, y: str, value: str, title: str, unit: str, form: str = "+.1%"
+) -> alt.Chart:
     """Signed shares as a heat map with zero in the middle of the colours: columns `x` and `y` name the cells."""
     bound = float(table[value].abs().max()) or 1.0
     base = alt.Chart(table).encode(
@@ -172,5 +186,5 @@ def signed_heat(table: pd.DataFrame, *, x: str, y: str, value: str, title: str, 
         tooltip=[f"{x}:N", f"{y}:N", alt.Tooltip(f"{value}:Q", format=".3%", title=unit)],
     )
     strong = alt.condition(f"abs(datum['{value}']) > {0.6 * bound}", alt.value("#fff"), alt.value("#111"))
-    text = base.mark_text(fontSize=11).encode(text=alt.Text(f"{value}:Q", format="+.1%"), color=strong)
+    text = base.mark_text(fontSize=11).encode(text=alt.Text(f"{value}:Q", format=form), color=strong)
     return alt.layer(heat, text).properties(title=title, height=30 * table[y].nunique())

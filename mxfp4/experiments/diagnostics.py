@@ -1,4 +1,4 @@
-"""Probe rows to tables and sentences: what the chapters on stability and transposition say, computed from records.
+"""Probe rows to tables for the chapters on stability and transposition.
 
 The frame that goes in is `Study.probes`: arm (what was trained), seed, recipe (what was applied to the tensors), step,
 layer, gemm, tensor, metric, value. Means are over layers and steps, each counted once; ranges are over layers.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
 import pandas as pd
 
 from mxfp4.errors import UserError
+from mxfp4.experiments.effect import NoProbe
 from mxfp4.experiments.study import Study
 
 FIXED = ("mxfp4+h16", "mxfp4+h32")
@@ -39,14 +39,6 @@ PATTERNS = {
 }
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A verdict: one or two sentences computed from records, and the numbers behind them."""
-
-    text: str
-    numbers: pd.DataFrame
-
-
 def select(
     frame: pd.DataFrame,
     metrics: str | Iterable[str],
@@ -60,12 +52,15 @@ def select(
 
     arm: None takes the rows of every arm under its own recipe. recipes: what was applied; None takes the arm's own.
     what: one of this module's tables of (gemm, tensor), which also says what to keep; None keeps all. layers: a
-    pattern over full names; "all" is the whole model and part of no other pattern.
+    pattern over full names; "all" is the whole model and part of no other pattern. Raises NoProbe, which names what
+    there is, where no row is left.
     """
     metrics = [metrics] if isinstance(metrics, str) else list(metrics)
+    recipes = None if recipes is None else list(recipes)
+    asked = f"{', '.join(metrics)} of {arm or 'any arm'} in layers {layers!r}"
     rows = frame[frame["metric"].isin(metrics)]
     rows = rows[rows["arm"] == arm] if arm is not None else rows
-    rows = rows[rows["recipe"].isin(list(recipes))] if recipes is not None else rows[rows["recipe"] == rows["arm"]]
+    rows = rows[rows["recipe"].isin(recipes)] if recipes is not None else rows[rows["recipe"] == rows["arm"]]
     if layers == "all":
         rows = rows[rows["layer"] == "all"]
     else:
@@ -77,6 +72,12 @@ def select(
         rows = rows[rows["what"].isin(list(what.values()))]
         rows = rows.assign(what=pd.Categorical(rows["what"], list(what.values()), ordered=True)).sort_values("what")
         rows["what"] = rows["what"].astype(str)
+    if rows.empty:
+        asked += f" under {', '.join(recipes)}" if recipes else ""
+        raise NoProbe(
+            f"no probe of {asked}; probed arms: {', '.join(frame['arm'].unique()) or 'none'}; layers: "
+            f"{', '.join(layers_of(frame)) or 'none'}"
+        )
     return rows
 
 
@@ -94,42 +95,45 @@ def summary(rows: pd.DataFrame, by: Iterable[str]) -> pd.DataFrame:
     return found.reset_index()
 
 
+def measured(frame: pd.DataFrame, arm: str, wanted: Iterable[str] = (), metric: str = "error") -> list[str]:
+    """The recipes that were applied to the tensors of `arm`, those of `wanted` first and alone if there are any."""
+    there = frame[(frame["arm"] == arm) & (frame["metric"] == metric) & (frame["layer"] != "all")]["recipe"].unique()
+    return [name for name in wanted if name in there] or list(there)
+
+
 def layers_of(frame: pd.DataFrame) -> list[str]:
     """Full names of the layers that were probed, in the order of the model."""
     return [name for name in frame["layer"].unique() if name != "all"]
 
 
-def share(value: float) -> str:
-    """A share for print, in percent."""
-    return "none" if value == 0 else f"{100 * value:.2g} %" if abs(value) < 1 else f"{100 * value:.0f} %"
+def ordered(rows: pd.DataFrame, column: str, order: Iterable[str]) -> pd.DataFrame:
+    """Rows with the values of `column` in `order` (the tensors' order kept within each), others dropped."""
+    place = {name: i for i, name in enumerate(order)}
+    rows = rows[rows[column].isin(list(place))]
+    return rows.sort_values(column, key=lambda c: c.map(place), kind="stable")
 
 
-def largest(rows: pd.DataFrame, name: str = "it") -> str:
-    """A sentence: in which tensor the mean is largest, and in which smallest."""
-    table = summary(rows, ["what"]).dropna().sort_values("mean")
-    if len(table) < 2:
-        return f"There is no record of {name} to compare."
-    low, high = table.iloc[0], table.iloc[-1]
-    return f"{name[0].upper()}{name[1:]} is largest for {high['what']} ({share(high['mean'])}) and smallest for {low['what']} ({share(low['mean'])})."
+def before_and_after(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of "kurtosis" and "kurtosis_before" with a column `rotation`: none first, then each recipe's."""
+    before = rows[rows["metric"] == "kurtosis_before"]
+    before = before[before["recipe"] == before["recipe"].iloc[0]].assign(rotation="none")
+    after = rows[rows["metric"] == "kurtosis"]
+    return pd.concat([before, after.assign(rotation=after["recipe"].str.rpartition("+")[2])], ignore_index=True)
 
 
-def rotation_effect(rows: pd.DataFrame, recipe: str) -> str:
-    """A sentence: for which tensors the rotation of `recipe` lowers the kurtosis of blocks, for which it raises it."""
-    pair = rows[rows["recipe"] == recipe]
-    before = summary(pair[pair["metric"] == "kurtosis_before"], ["what"]).set_index("what")["mean"]
-    after = summary(pair[pair["metric"] == "kurtosis"], ["what"]).set_index("what")["mean"]
-    change = (after / before - 1).dropna()
-    if change.empty:
-        return f"No record holds block statistics under {recipe}."
-    parts = []
-    for word, names in (("lowers", change[change < -0.01]), ("raises", change[change > 0.01])):
-        if len(names):
-            listed = ", ".join(f"{n} ({v:+.0%})" for n, v in names.sort_values(key=abs, ascending=False).items())
-            parts.append(f"{word} the kurtosis of blocks of {listed}")
-    left = [n for n, v in change.items() if abs(v) <= 0.01]
-    if left:
-        parts.append(f"leaves {', '.join(left)} as it was")
-    return f"The rotation of {recipe} {' and '.join(parts)}."
+def patterns(frame: pd.DataFrame, arm: str, recipes: Iterable[str], layers: str = "*") -> pd.DataFrame:
+    """Rows of the pattern metrics of PATTERNS, their meaning in the column `what`, recipes in the order given."""
+    metrics = {metric for _, _, metric in PATTERNS}
+    rows = select(frame, metrics, arm=arm, recipes=recipes, layers=layers)
+    keys = list(zip(rows["gemm"], rows["tensor"], rows["metric"], strict=True))
+    rows = rows.assign(what=[PATTERNS.get(key, "") for key in keys])
+    return ordered(ordered(rows, "recipe", recipes), "what", PATTERNS.values())
+
+
+def signed_means(rows: pd.DataFrame, recipes: Iterable[str]) -> pd.DataFrame:
+    """recipe, what, value: the mean over layers and steps, recipes in the order given."""
+    table = ordered(summary(rows, ["recipe", "what"]), "recipe", recipes)
+    return table.rename(columns={"mean": "value"})[["recipe", "what", "value"]]
 
 
 def bias_and_noise(rows: pd.DataFrame) -> pd.DataFrame:
@@ -159,113 +163,8 @@ def against_loss(
     study: Study, metric: str, *, gemm: str = "", tensor: str, layers: str = "*", reference: str = "bf16"
 ) -> pd.DataFrame:
     """One row an arm: its own value of a probe metric (mean over layers) and its loss gap; arms without either drop."""
-    rows = select(study.probes, metric, layers=layers)
-    rows = rows[(rows["gemm"] == gemm) & (rows["tensor"] == tensor)]
-    table = summary(rows, ["arm"]) if len(rows) else pd.DataFrame(columns=["arm", "mean", "low", "high", "layers"])
+    table = summary(select(study.probes, metric, what={(gemm, tensor): metric}, layers=layers), ["arm"])
     return table.assign(gap=table["arm"].map(loss_gaps(study, reference))).dropna(subset=["mean", "gap"])
-
-
-def explanation(study: Study, source: str = "bf16") -> Finding:
-    """P1's explanation as two questions to the records.
-
-    Premise: on the same tensors (those of the arm `source`), does a fixed rotation keep the error of Q(W) from one
-    step to the next, and do random signs and stochastic rounding change it? Yes when every layer under every fixed
-    rotation keeps more than any layer under any redrawn one. Consequence: among the arms with all GEMMs in FP4, do
-    those that keep it end with a lower loss? Yes when each fixed arm ends below each redrawn one; and the pattern by
-    itself is the cause only if plain mxfp4, which keeps it as well, does as well as the fixed rotations.
-    """
-    rows = select(study.probes, "pattern_next", arm=source, recipes=(*FIXED, *REDRAWN, "mxfp4"))
-    rows = rows[(rows["gemm"] == "fprop") & (rows["tensor"] == "w")]
-    if rows.empty:
-        return Finding(f"Not tested: no pair of steps of the arm {source} was probed.", pd.DataFrame())
-    kept = summary(rows, ["recipe"]).set_index("recipe")
-    gaps = loss_gaps(study)
-    numbers = kept.join(gaps.rename("loss gap")).reindex([n for n in FP4_SCOPE if n in kept.index])
-    fixed, redrawn = (kept.loc[[n for n in names if n in kept.index]] for names in (FIXED, REDRAWN))
-    if fixed.empty or redrawn.empty:
-        return Finding(f"Not tested: {source} was not probed under both fixed and redrawn recipes.", numbers)
-    holds = fixed["low"].min() > redrawn["high"].max()
-    text = (
-        f"The premise {'holds' if holds else 'does not hold'} on the tensors of {source}: from one step to the next the "
-        f"error of Q(W) has a cosine of {_range(fixed)} under a fixed rotation and of {_range(redrawn)} under random "
-        f"numbers drawn anew"
-    )
-    if "mxfp4" in kept.index:
-        plain = kept.loc[["mxfp4"]]
-        text += f"; without any rotation it is {_range(plain)}"
-    text += ". " + _consequence(gaps)
-    return Finding(text, numbers.reset_index())
-
-
-def _range(table: pd.DataFrame) -> str:
-    low, high = table["low"].min(), table["high"].max()
-    return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
-
-
-def _consequence(gaps: pd.Series) -> str:
-    have = {name: gaps[name] for name in FP4_SCOPE if name in gaps}
-    fixed = {n: have[n] for n in FIXED if n in have}
-    redrawn = {n: have[n] for n in REDRAWN if n in have}
-    if not fixed or not redrawn:
-        return "The consequence is not tested: the arms to compare have no records."
-    better = max(fixed.values()) < min(redrawn.values())
-    worst, best = max(fixed, key=fixed.get), min(redrawn, key=redrawn.get)
-    text = (
-        f"The consequence {'agrees' if better else 'does not follow'}: the worst fixed arm, {worst}, ends "
-        f"{_nats(have[worst])} above bf16, the best redrawn one, {best}, {_nats(have[best])}."
-    )
-    if "mxfp4" in have:
-        plain, good = have["mxfp4"], min(fixed.values())
-        alone = plain <= max(fixed.values())
-        text += (
-            f" Plain mxfp4, which keeps its error pattern too, ends {_nats(plain)} above bf16 against {_nats(good)} for "
-            f"the best fixed rotation: "
-            + ("keeping the pattern would be enough." if alone else "keeping the pattern is not what a rotation adds.")
-        )
-    return text
-
-
-def _nats(value: float) -> str:
-    return "nowhere (it diverged)" if math.isinf(value) else f"{value:.4f} nats"
-
-
-def transposition_verdict(frame: pd.DataFrame, source: str, recipe: str) -> Finding:
-    """P2's diagnosis on the tensors of `source`: what `recipe` with 1D blocks changes under a transpose, and 2D."""
-    metrics = ("changes", "mismatch", "mismatch_to_error", "mismatch_bias", "error")
-    rows = select(frame, metrics, arm=source, recipes=(recipe, "mxfp4+2d"))
-    if rows[rows["recipe"] == recipe].empty:
-        return Finding(f"Not tested: the records of {source} hold no transposition of {recipe}.", pd.DataFrame())
-    table = rows.groupby(["recipe", "gemm", "tensor", "metric"], sort=False)["value"].mean().unstack("metric")
-
-    def at(name: str, gemm: str, tensor: str, metric: str) -> float:
-        return float(table[metric].get((name, gemm, tensor), math.nan)) if metric in table else math.nan
-
-    shares = {t: at(recipe, "", t, "changes") for t in "xwg"}
-    parts = [f"{share(v)} of {t.upper()}" for t, v in shares.items() if not math.isnan(v)]
-    text = f"Under {recipe}, a transpose changes scale or code of {', '.join(parts)}. " if parts else ""
-    ratios = [at(recipe, "", t, "mismatch_to_error") for t in "xwg"]
-    ratios = [r for r in ratios if not math.isnan(r)]
-    if ratios:
-        text += (
-            f"The two readings of a tensor differ by {min(ratios):.2f} to {max(ratios):.2f} of its quantization error, "
-            "and "
-        )
-    biases = [abs(at(recipe, "", t, "mismatch_bias")) for t in "xwg"]
-    biases = [b for b in biases if not math.isnan(b)]
-    if biases:
-        text += f"the difference is a bias along the tensor of at most {share(max(biases))}. "
-    effects = []
-    for gemm, tensor, name in (("dgrad", "dx", "dX"), ("wgrad", "dw", "dW")):
-        mismatch, error = (at(recipe, gemm, tensor, m) for m in ("mismatch", "error"))
-        if not math.isnan(mismatch):
-            effects.append(f"{name} by {share(mismatch)} (quantization itself: {share(error)})")
-    if effects:
-        text += f"It moves {' and '.join(effects)}."
-    square = rows[(rows["recipe"] == "mxfp4+2d") & rows["metric"].isin(["changes", "mismatch"])]
-    if len(square):
-        most = float(square["value"].max())
-        text += " With 32x32 blocks nothing changes." if most == 0 else f" With 32x32 blocks {share(most)} changes."
-    return Finding(text, table.reset_index())
 
 
 def tile(frame: pd.DataFrame, arm: str, step: int | None = None) -> pd.DataFrame:
@@ -294,13 +193,3 @@ def tile(frame: pd.DataFrame, arm: str, step: int | None = None) -> pd.DataFrame
 def _blocks(name: str, top, left, height: int, width: int, value) -> pd.DataFrame:
     corners = {"top": top, "bottom": top + height, "left": left, "right": left + width}
     return pd.DataFrame({"blocks": name, **corners, "log2_scale": value})
-
-
-def tile_agreement(scales: pd.DataFrame) -> str:
-    """A sentence: for what share of the tile the two 1D pictures of `tile` have the same scale."""
-    by_row = scales[scales["blocks"] == "1x32, along rows"]
-    by_col = scales[scales["blocks"] == "32x1, along columns"]
-    rows = by_row.pivot(index="top", columns="left", values="log2_scale").to_numpy().repeat(32, axis=1)
-    cols = by_col.pivot(index="top", columns="left", values="log2_scale").to_numpy().repeat(32, axis=0)
-    same = float((rows == cols).mean())
-    return f"The two 1D pictures agree on the scale of {share(same)} of the values; 32x32 blocks have one picture."

@@ -36,9 +36,16 @@ from mxfp4.numerics.hadamard import rotate_last
 from mxfp4.numerics.kernels.quantize_torch import block_amax, spread
 from mxfp4.numerics.scales import scale_byte
 from mxfp4.training.gemms import (
-    AXES, ROTATION, STREAMS, both_operands, product, quantized_operand, rotate_both, token_multiple,
+    AXES,
+    ROTATION,
+    STREAMS,
+    both_operands,
+    product,
+    quantized_operand,
+    rotate_both,
+    token_multiple,
 )  # fmt: skip
-from mxfp4.training.recipe import GEMMS, TENSORS, Gemm, Operand, Recipe
+from mxfp4.training.recipe import GEMMS, TENSORS, Operand, Recipe
 
 Rows = dict[tuple[str, str, str], Tensor]
 PRODUCTS = {"fprop": "y", "dgrad": "dx", "wgrad": "dw"}
@@ -109,10 +116,14 @@ def from_basis(value: Tensor, op: Operand, axis: int, seed: Tensor | None, strea
 
 
 def block_scales(basis: Tensor, op: Operand) -> Tensor:
-    """FP32 scale of each element of an MX operand, from what `in_basis` gives; shaped like it."""
+    """FP32 scale of each element of an MX operand, from what `in_basis` gives, in its own units; shaped like it.
+
+    A prescaled operand is 3/4 of its values under the rule that never clips, so a unit of it is 4/3 of the scale.
+    """
+    factor, rule = (0.75, "rceil") if op.prescaled else (1.0, op.scale_rule)
     fmt = elem_format(op.elem or "e2m1")
-    amax = block_amax((basis * op.prescale).contiguous(), op.block)
-    return spread(e8m0_value(scale_byte(amax, fmt, op.scale_rule)), op.block)
+    amax = block_amax((basis * factor).contiguous(), op.block)
+    return spread(e8m0_value(scale_byte(amax, fmt, rule)), op.block) / factor
 
 
 def values(pair: tuple[Tensor, Tensor | None]) -> Tensor:
@@ -235,8 +246,7 @@ def _error(q: Tensor, t: Tensor) -> dict[str, Tensor]:
 
 
 def _clipped(basis: Tensor, op: Operand) -> Tensor:
-    limit = block_scales(basis, op) * (elem_format(op.elem or "e2m1").max / op.prescale)
-    return (basis.abs() > limit).float().mean()
+    return (basis.abs() > block_scales(basis, op) * elem_format(op.elem or "e2m1").max).float().mean()
 
 
 def _blocks(t: Tensor) -> dict[str, Tensor]:

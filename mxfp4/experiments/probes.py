@@ -32,7 +32,12 @@ from torch import Tensor, nn
 
 from mxfp4.experiments import operands, transposition
 from mxfp4.experiments.backward import (
-    capturing, depth, gradients, quantized_layers, recipe_of, untouched,
+    capturing,
+    depth,
+    gradients,
+    quantized_layers,
+    recipe_of,
+    untouched,
 )  # fmt: skip
 from mxfp4.experiments.operands import Captured, Rows
 from mxfp4.numerics.scales import SCALE_RULES

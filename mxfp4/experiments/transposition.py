@@ -27,7 +27,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxfp4.experiments.operands import Captured, Rows, block_scales, compare, from_basis, in_basis, prepared, values
+from mxfp4.experiments.operands import (
+    Captured,
+    Rows,
+    block_scales,
+    compare,
+    from_basis,
+    in_basis,
+    prepared,
+    values,
+)
 from mxfp4.numerics.formats import E2M1, e8m0_value
 from mxfp4.numerics.kernels.quantize_torch import block_amax
 from mxfp4.numerics.scales import scale_byte
@@ -89,7 +98,7 @@ def _view(layer: Captured, recipe: Recipe, gemm: str, name: str, seed, made):
     if op.format not in ("mxfp4", "nvfp4"):
         return None
     value = from_basis(values(made[gemm, name]), op, axis, seed, stream)
-    if op.format != "mxfp4" or op.hadamard is not None or op.prescale != 1:
+    if op.format != "mxfp4" or op.hadamard is not None or op.prescaled:
         return value, None
     scale = block_scales(in_basis(getattr(layer, name), op, axis, seed, stream), op)
     return value, scale if axis == -1 else scale.t()

@@ -5,7 +5,7 @@ import torch
 
 import mxfp4
 from mxfp4.experiments import operands
-from mxfp4.experiments.operands import Captured, from_basis, fresh_seed, in_basis
+from mxfp4.experiments.operands import Captured, fresh_seed, from_basis, in_basis
 from mxfp4.training.gemms import AXES, STREAMS
 from mxfp4.training.recipe import Gemm, Operand, Recipe, recipe
 
@@ -65,7 +65,7 @@ def test_a_prescale_moves_the_clipping_limit_with_the_scale():
     c = Captured("layer", x, torch.ones(32, 32), torch.ones(32, 32))
     op = Operand("mxfp4", scale_rule="floor")
     assert operands.operand_rows(c, same(op), SEED)["fprop", "x", "clipped"] > 0
-    scaled = Operand("mxfp4", scale_rule="floor", prescale=0.75)  # 5.25: below 6
+    scaled = Operand("mxfp4", scale_rule="floor", prescaled=True)  # 5.25: below 6
     assert operands.operand_rows(c, same(scaled), SEED)["fprop", "x", "clipped"] == 0
 
 

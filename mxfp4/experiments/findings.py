@@ -1,0 +1,273 @@
+"""Sentences and verdicts of the chapters on stability and transposition, computed from probe rows.
+
+Every number that these chapters print in prose comes out of here; the tables behind are those of `diagnostics`.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from dataclasses import dataclass
+
+import pandas as pd
+
+from mxfp4.experiments.diagnostics import (
+    FIXED,
+    FP4_SCOPE,
+    REDRAWN,
+    TENSORS,
+    loss_gaps,
+    select,
+    summary,
+)  # fmt: skip
+from mxfp4.experiments.effect import NoProbe
+from mxfp4.experiments.study import Study
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A verdict: one or two sentences computed from records, and the numbers behind them."""
+
+    text: str
+    numbers: pd.DataFrame
+
+    def _repr_html_(self) -> str:
+        return f'<div class="mx-evidence"><p><strong>Verdict.</strong> {html.escape(self.text)}</p></div>'
+
+    def __repr__(self) -> str:
+        return f"Verdict. {self.text}"
+
+
+def share(value: float) -> str:
+    """A share for print, in percent."""
+    return "none" if value == 0 else f"{100 * value:.2g} %" if abs(value) < 1 else f"{100 * value:.0f} %"
+
+
+def largest(rows: pd.DataFrame, name: str = "it") -> str:
+    """A sentence: in which tensor the mean is largest, and in which smallest."""
+    table = summary(rows, ["what"]).dropna().sort_values("mean")
+    if len(table) < 2:
+        return f"There is no record of {name} to compare."
+    low, high = table.iloc[0], table.iloc[-1]
+    return f"{name[0].upper()}{name[1:]} is largest for {high['what']} ({share(high['mean'])}) and smallest for {low['what']} ({share(low['mean'])})."
+
+
+def rotation_effect(rows: pd.DataFrame, recipe: str) -> str:
+    """A sentence: for which tensors the rotation of `recipe` lowers the kurtosis of blocks, for which it raises it."""
+    pair = rows[rows["recipe"] == recipe]
+    before = summary(pair[pair["metric"] == "kurtosis_before"], ["what"]).set_index("what")["mean"]
+    after = summary(pair[pair["metric"] == "kurtosis"], ["what"]).set_index("what")["mean"]
+    change = (after / before - 1).dropna()
+    if change.empty:
+        return f"No record holds block statistics under {recipe}."
+    parts = []
+    for word, names in (("lowers", change[change < -0.01]), ("raises", change[change > 0.01])):
+        if len(names):
+            listed = ", ".join(f"{n} ({v:+.0%})" for n, v in names.sort_values(key=abs, ascending=False).items())
+            parts.append(f"{word} the kurtosis of blocks of {listed}")
+    left = [n for n, v in change.items() if abs(v) <= 0.01]
+    if left:
+        parts.append(f"leaves {', '.join(left)} as it was")
+    return f"The rotation of {recipe} {' and '.join(parts)}."
+
+
+def extremes(rows: pd.DataFrame, column: str, name: str, form: str = "") -> str:
+    """A sentence: for which value of `column`, over all tensors, the mean is largest and smallest.
+
+    form: a format such as "{:.2f}"; empty prints shares.
+    """
+    table = summary(rows, [column]).dropna().sort_values("mean", kind="stable")
+    show = form.format if form else share
+    if len(table) < 2 or table["mean"].iloc[0] == table["mean"].iloc[-1]:
+        return f"Over all tensors {name} is {show(table['mean'].iloc[0])}." if len(table) else f"There is no {name}."
+    low, high = table.iloc[0], table.iloc[-1]
+    least = list(table[table["mean"] == low["mean"]][column])
+    return (
+        f"Over all tensors {name} is largest under {high[column]} ({show(high['mean'])}) and smallest under "
+        f"{' and '.join(least)} ({show(low['mean'])})."
+    )
+
+
+def noisiest(parts: pd.DataFrame) -> str:
+    """A sentence on `diagnostics.bias_and_noise`: which recipe has least systematic error in dW, at what total."""
+    wgrad = parts[parts["what"].str.startswith("dW")].sort_values("systematic")
+    if len(wgrad) < 2:
+        return "Blue repeats at every draw, orange does not."
+    low, high = wgrad.iloc[0], wgrad.iloc[-1]
+    return (
+        f"For dW the systematic part is smallest under {low['recipe']} ({share(low['systematic'])} of a total of "
+        f"{share(low['error'])}) and largest under {high['recipe']} ({share(high['systematic'])} of {share(high['error'])})."
+    )
+
+
+def most_biased(parts: pd.DataFrame) -> str:
+    """A sentence on `diagnostics.bias_and_noise`: the product that is farthest from its exact length, and the nearest."""
+    table = parts.assign(size=parts["bias"].abs()).sort_values("size")
+    near, far = table.iloc[0], table.iloc[-1]
+    return (
+        f"Farthest from the exact length is {far['what']} under {far['recipe']} ({far['bias']:+.2%}), nearest "
+        f"{near['what']} under {near['recipe']} ({near['bias']:+.2%})."
+    )
+
+
+def farthest(table: pd.DataFrame) -> str:
+    """A sentence on `diagnostics.signed_means`: the value farthest from zero."""
+    far = table.loc[table["value"].abs().idxmax()]
+    return f"The value farthest from zero is {far['value']:+.2%}, for {far['what']} under {far['recipe']}."
+
+
+def ranked(rows: pd.DataFrame, column: str, name: str) -> str:
+    """A sentence: first and last of `column` by mean."""
+    table = summary(rows, [column]).sort_values("mean")
+    if len(table) < 2:
+        return f"There is one {column} with {name}."
+    low, high = table.iloc[0], table.iloc[-1]
+    return f"{high[column]} has the highest value of {name} ({high['mean']:.4f}), {low[column]} the lowest ({low['mean']:.4f})."
+
+
+def batches(patterns: pd.DataFrame) -> str:
+    """Half a sentence on `diagnostics.patterns`: what is left of dW's error pattern on the next batch."""
+    kept = patterns[(patterns["metric"] == "pattern_next") & (patterns["gemm"] == "wgrad")]
+    if kept.empty:
+        return "it was not recorded here."
+    table = summary(kept, ["recipe"])
+    low, high = table["low"].min(), table["high"].max()
+    return f"its cosine lies between {low:.2f} and {high:.2f} over all recipes and layers shown."
+
+
+def beside(rows: pd.DataFrame) -> str:
+    """A sentence on rows of "mismatch" and "error" of products: the largest ratio of the two."""
+    table = rows.groupby(["recipe", "what", "metric"], sort=False)["value"].mean().unstack("metric").dropna()
+    table = (table["mismatch"] / table["error"]).sort_values()
+    (recipe, what), ratio = table.index[-1], table.iloc[-1]
+    nothing = list(dict.fromkeys(r for (r, _), v in table.items() if v < 1e-5))
+    text = f"The choice of reading weighs most for {what} under {recipe}: {ratio:.2f} times the quantization error beside it."
+    return text + (f" It changes nothing under {', '.join(nothing)}." if nothing else "")
+
+
+def correlation(table: pd.DataFrame, name: str) -> str:
+    """A sentence on `diagnostics.against_loss`: rank correlation with the loss gap over arms, if there are enough."""
+    finite = table[table["gap"].abs() < math.inf]
+    gone = sorted(set(table["arm"]) - set(finite["arm"]))
+    left = f" Not drawn, as it diverged: {', '.join(gone)}." if gone else ""
+    if len(finite) < 4 or finite["mean"].nunique() < 2:
+        return f"There are too few arms ({len(finite)}) to rank.{left}"
+    rank = finite["mean"].rank().corr(finite["gap"].rank())
+    return f"Over {len(finite)} arms the rank correlation of {name} with the final loss is {rank:+.2f}.{left}"
+
+
+def explanation(study: Study, source: str = "bf16") -> Finding:
+    """P1's explanation as two questions to the records.
+
+    Premise: on the same tensors (those of the arm `source`), does a fixed rotation keep the error of Q(W) from one
+    step to the next, and do random signs and stochastic rounding change it? Yes when every layer under every fixed
+    rotation keeps more than any layer under any redrawn one. Consequence: among the arms with all GEMMs in FP4, do
+    those that keep it end with a lower loss? Yes when each fixed arm ends below each redrawn one; and the pattern by
+    itself is the cause only if plain mxfp4, which keeps it as well, does as well as the fixed rotations.
+    """
+    weight = {("fprop", "w"): "W"}
+    try:
+        rows = select(study.probes, "pattern_next", arm=source, recipes=(*FIXED, *REDRAWN, "mxfp4"), what=weight)
+    except NoProbe as reason:
+        return Finding(f"Not tested: {reason}.", pd.DataFrame())
+    kept = summary(rows, ["recipe"]).set_index("recipe")
+    gaps = loss_gaps(study)
+    numbers = kept.join(gaps.rename("loss gap")).reindex([n for n in FP4_SCOPE if n in kept.index])
+    fixed, redrawn = (kept.loc[[n for n in names if n in kept.index]] for names in (FIXED, REDRAWN))
+    if fixed.empty or redrawn.empty:
+        return Finding(f"Not tested: {source} was not probed under both fixed and redrawn recipes.", numbers)
+    holds = fixed["low"].min() > redrawn["high"].max()
+    text = (
+        f"The premise {'holds' if holds else 'does not hold'} on the tensors of {source}: from one step to the next the "
+        f"error of Q(W) has a cosine of {_range(fixed)} under a fixed rotation and of {_range(redrawn)} under random "
+        f"numbers drawn anew"
+    )
+    if "mxfp4" in kept.index:
+        plain = kept.loc[["mxfp4"]]
+        text += f"; without any rotation it is {_range(plain)}"
+    text += ". " + _consequence(gaps)
+    return Finding(text, numbers.reset_index())
+
+
+def _range(table: pd.DataFrame) -> str:
+    low, high = table["low"].min(), table["high"].max()
+    return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
+
+
+def _consequence(gaps: pd.Series) -> str:
+    have = {name: gaps[name] for name in FP4_SCOPE if name in gaps}
+    fixed = {n: have[n] for n in FIXED if n in have}
+    redrawn = {n: have[n] for n in REDRAWN if n in have}
+    if not fixed or not redrawn:
+        return "The consequence is not tested: the arms to compare have no records."
+    better = max(fixed.values()) < min(redrawn.values())
+    worst, best = max(fixed, key=fixed.get), min(redrawn, key=redrawn.get)
+    text = (
+        f"The consequence {'agrees' if better else 'does not follow'}: the worst fixed arm, {worst}, ends "
+        f"{_nats(have[worst])} above bf16, the best redrawn one, {best}, {_nats(have[best])}."
+    )
+    if "mxfp4" in have:
+        plain, good = have["mxfp4"], min(fixed.values())
+        alone = plain <= max(fixed.values())
+        text += (
+            f" Plain mxfp4, which keeps its error pattern too, ends {_nats(plain)} above bf16 against {_nats(good)} for "
+            f"the best fixed rotation: "
+            + ("keeping the pattern would be enough." if alone else "keeping the pattern is not what a rotation adds.")
+        )
+    return text
+
+
+def _nats(value: float) -> str:
+    return "nowhere (it diverged)" if math.isinf(value) else f"{value:.4f} nats"
+
+
+def transposition_verdict(frame: pd.DataFrame, source: str, recipe: str) -> Finding:
+    """P2's diagnosis on the tensors of `source`: what `recipe` with 1D blocks changes under a transpose, and 2D."""
+    metrics = ("changes", "mismatch", "mismatch_to_error", "mismatch_bias", "error")
+    what = TENSORS | {("dgrad", "dx"): "dX", ("wgrad", "dw"): "dW"}
+    try:
+        select(frame, "mismatch", arm=source, recipes=[recipe])
+        rows = select(frame, metrics, arm=source, recipes=(recipe, "mxfp4+2d"), what=what)
+    except NoProbe as reason:
+        return Finding(f"Not tested: {reason}.", pd.DataFrame())
+    table = rows.groupby(["recipe", "gemm", "tensor", "metric"], sort=False)["value"].mean().unstack("metric")
+
+    def at(name: str, gemm: str, tensor: str, metric: str) -> float:
+        return float(table[metric].get((name, gemm, tensor), math.nan)) if metric in table else math.nan
+
+    shares = {t: at(recipe, "", t, "changes") for t in "xwg"}
+    parts = [f"{share(v)} of {t.upper()}" for t, v in shares.items() if not math.isnan(v)]
+    text = f"Under {recipe}, a transpose changes scale or code of {', '.join(parts)}. " if parts else ""
+    ratios = [at(recipe, "", t, "mismatch_to_error") for t in "xwg"]
+    ratios = [r for r in ratios if not math.isnan(r)]
+    if ratios:
+        text += (
+            f"The two readings of a tensor differ by {min(ratios):.2f} to {max(ratios):.2f} of its quantization error, "
+            "and "
+        )
+    biases = [abs(at(recipe, "", t, "mismatch_bias")) for t in "xwg"]
+    biases = [b for b in biases if not math.isnan(b)]
+    if biases:
+        text += f"the difference is a bias along the tensor of at most {share(max(biases))}. "
+    effects = []
+    for gemm, tensor, name in (("dgrad", "dx", "dX"), ("wgrad", "dw", "dW")):
+        mismatch, error = (at(recipe, gemm, tensor, m) for m in ("mismatch", "error"))
+        if not math.isnan(mismatch):
+            effects.append(f"{name} by {share(mismatch)} (quantization itself: {share(error)})")
+    if effects:
+        text += f"It moves {' and '.join(effects)}."
+    square = rows[(rows["recipe"] == "mxfp4+2d") & rows["metric"].isin(["changes", "mismatch"])]
+    if len(square):
+        most = float(square["value"].max())
+        text += " With 32x32 blocks nothing changes." if most == 0 else f" With 32x32 blocks {share(most)} changes."
+    return Finding(text, table.reset_index())
+
+
+def tile_agreement(scales: pd.DataFrame) -> str:
+    """A sentence: for what share of the tile the two 1D pictures of `tile` have the same scale."""
+    by_row = scales[scales["blocks"] == "1x32, along rows"]
+    by_col = scales[scales["blocks"] == "32x1, along columns"]
+    rows = by_row.pivot(index="top", columns="left", values="log2_scale").to_numpy().repeat(32, axis=1)
+    cols = by_col.pivot(index="top", columns="left", values="log2_scale").to_numpy().repeat(32, axis=0)
+    same = float((rows == cols).mean())
+    return f"The two 1D pictures agree on the scale of {share(same)} of the values; 32x32 blocks have one picture."
