@@ -30,7 +30,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 ENV_KEY = $(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')-$(notdir $(CURDIR))
 DATA_KEY = $(shell cksum < requirements-data.txt | tr ' ' '-')
-AT = $(if $(filter auto,$(SCALE)),$$($(PY) -m mxfp4.experiments.commands.run --detect-scale),$(SCALE))
+AT = $(if $(filter auto,$(SCALE)),$$($(MXFP4) scale),$(SCALE))
 WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || echo $$n)
 
 help: ## this list
@@ -39,7 +39,7 @@ help: ## this list
 	@echo
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## (.*)/\1|\2/' | awk -F'|' '{printf "  %-10s  %s\n", $$1, $$2}'
 	@echo
-	@echo "  SCALE=cpu|gpu|mi355x   what to run (default: cpu without a GPU, else gpu)"
+	@echo "  SCALE=cpu|gpu|mi355x   what to run (default: what fits this machine, see mxfp4 scale)"
 	@echo "  NB=, P=                which notebook, with which parameters: make run NB=format P=\"scale_rule=rceil\""
 	@echo "  PYTHON=, VENV=         which Python makes the environment, and where (default: .venv)"
 	@echo "  PORT=, PYTEST_ARGS=    for serve; for test"

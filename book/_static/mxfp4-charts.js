@@ -1,0 +1,88 @@
+// Draws the charts of a page with the Vega bundle that lies beside this file, in the page's light or dark colours.
+// Without scripts, or should drawing fail, the still picture inside each figure stays.
+(function () {
+  "use strict";
+  const here = document.currentScript.src;
+  const bundle = new URL("vega/vega.js", here).href;
+  const INK = {
+    light: { ink: "#1f2328", muted: "#57606a", grid: "#d8dee4" },
+    dark: { ink: "#e6edf3", muted: "#9da7b1", grid: "#3d444d" },
+  };
+
+  function ground() {
+    return document.documentElement.dataset.theme === "dark" ? "dark" : "light";
+  }
+
+  function merge(base, over) {
+    const out = Object.assign({}, base);
+    for (const [key, value] of Object.entries(over)) {
+      const both = value && typeof value === "object" && !Array.isArray(value);
+      out[key] = both ? merge(out[key] || {}, value) : value;
+    }
+    return out;
+  }
+
+  function colours() {
+    const { ink, muted, grid } = INK[ground()];
+    const text = { labelColor: ink, titleColor: muted };
+    return {
+      background: "transparent",
+      title: { color: ink, subtitleColor: muted },
+      axis: { labelColor: muted, titleColor: ink, gridColor: grid, domainColor: muted, tickColor: muted },
+      legend: text,
+      header: text,
+      rule: { color: muted },
+      text: { color: ink },
+    };
+  }
+
+  async function draw(figure) {
+    const spec = JSON.parse(figure.querySelector(".mx-spec").textContent);
+    const host = figure.querySelector(".mx-vega");
+    const still = host.querySelector(".mx-still");
+    spec.config = merge(spec.config || {}, colours());
+    delete spec.background;
+    let canvas = host.querySelector(".mx-canvas");
+    if (canvas && canvas.view) canvas.view.finalize();
+    if (canvas) canvas.remove();
+    canvas = document.createElement("div");
+    canvas.className = "mx-canvas";
+    host.appendChild(canvas);
+    figure.classList.add("mx-drawing");
+    try {
+      const result = await window.mxfp4Vega.embed(canvas, spec, {
+        renderer: "svg",
+        actions: { export: true, source: false, compiled: false, editor: false },
+        downloadFileName: "mxfp4-chart",
+      });
+      canvas.view = result.view;
+      still.hidden = true;
+      figure.dataset.drawn = ground();
+    } catch (error) {
+      canvas.remove();
+      still.hidden = false;
+      console.error("chart not drawn:", error);
+    }
+    figure.classList.remove("mx-drawing");
+  }
+
+  function drawAll() {
+    document.querySelectorAll(".mx-figure").forEach((figure) => {
+      if (figure.dataset.drawn !== ground()) draw(figure);
+    });
+  }
+
+  function start() {
+    if (!document.querySelector(".mx-figure")) return;
+    const script = document.createElement("script");
+    script.src = bundle;
+    script.onload = function () {
+      drawAll();
+      new MutationObserver(drawAll).observe(document.documentElement, { attributeFilter: ["data-theme"] });
+    };
+    document.head.appendChild(script);
+  }
+
+  if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", start);
+  else start();
+})();
