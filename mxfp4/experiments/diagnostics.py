@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-import numpy as np
 import pandas as pd
 
 from mxfp4.errors import UserError
@@ -144,19 +143,24 @@ def bias_and_noise(rows: pd.DataFrame) -> pd.DataFrame:
     return table[[*keys, "error", "systematic", "random", "bias", "cosine"]]
 
 
-def loss_gaps(study: Study, reference: str = "bf16") -> pd.Series:
-    """{arm: last evaluation less that of `reference`, nats a token, mean over shared seeds}; infinite when diverged."""
+def loss_gaps_by_seed(study: Study, reference: str = "bf16") -> pd.DataFrame:
+    """Seeds of `reference` down, arms across: last evaluation less the reference's, nats a token; infinite when the arm
+    diverged, NaN without a record."""
 
     def final(record) -> float:
         return math.inf if record.outcome["status"] == "diverged" else record.outcome["final_loss"]
 
     base = study.arms.get(reference, {})
-    gaps = {}
-    for arm, records in study.arms.items():
-        seeds = sorted(records.keys() & base.keys())
-        if seeds:
-            gaps[arm] = float(np.mean([final(records[s]) - final(base[s]) for s in seeds]))
-    return pd.Series(gaps, dtype=float)
+    gaps = {
+        arm: {seed: final(records[seed]) - final(base[seed]) for seed in records.keys() & base.keys()}
+        for arm, records in study.arms.items()
+    }
+    return pd.DataFrame({arm: pd.Series(values, dtype=float) for arm, values in gaps.items() if values}).sort_index()
+
+
+def loss_gaps(study: Study, reference: str = "bf16") -> pd.Series:
+    """{arm: mean over its seeds of `loss_gaps_by_seed`}."""
+    return loss_gaps_by_seed(study, reference).mean()
 
 
 def against_loss(

@@ -17,6 +17,7 @@ from mxfp4.experiments.diagnostics import (
     REDRAWN,
     TENSORS,
     loss_gaps,
+    loss_gaps_by_seed,
     select,
     summary,
 )  # fmt: skip
@@ -136,9 +137,9 @@ def batches(patterns: pd.DataFrame) -> str:
 
 
 def beside(rows: pd.DataFrame) -> str:
-    """A sentence on rows of "mismatch" and "error" of products: the largest ratio of the two."""
+    """A sentence on rows of "mismatch" and "reading_error" of products: the largest ratio of the two."""
     table = rows.groupby(["recipe", "what", "metric"], sort=False)["value"].mean().unstack("metric").dropna()
-    table = (table["mismatch"] / table["error"]).sort_values()
+    table = (table["mismatch"] / table["reading_error"]).sort_values()
     (recipe, what), ratio = table.index[-1], table.iloc[-1]
     nothing = list(dict.fromkeys(r for (r, _), v in table.items() if v < 1e-5))
     text = f"The choice of reading weighs most for {what} under {recipe}: {ratio:.2f} times the quantization error beside it."
@@ -162,8 +163,8 @@ def explanation(study: Study, source: str = "bf16") -> Finding:
     Premise: on the same tensors (those of the arm `source`), does a fixed rotation keep the error of Q(W) from one
     step to the next, and do random signs and stochastic rounding change it? Yes when every layer under every fixed
     rotation keeps more than any layer under any redrawn one. Consequence: among the arms with all GEMMs in FP4, do
-    those that keep it end with a lower loss? Yes when each fixed arm ends below each redrawn one; and the pattern by
-    itself is the cause only if plain mxfp4, which keeps it as well, does as well as the fixed rotations.
+    those that keep it end with a lower loss? Yes when each fixed arm ends below each redrawn one in every seed; and the
+    pattern by itself is the cause only if plain mxfp4, which keeps it as well, does as well as the fixed rotations.
     """
     weight = {("fprop", "w"): "W"}
     try:
@@ -185,7 +186,7 @@ def explanation(study: Study, source: str = "bf16") -> Finding:
     if "mxfp4" in kept.index:
         plain = kept.loc[["mxfp4"]]
         text += f"; without any rotation it is {_range(plain)}"
-    text += ". " + _consequence(gaps)
+    text += ". " + _consequence(study)
     return Finding(text, numbers.reset_index())
 
 
@@ -194,26 +195,28 @@ def _range(table: pd.DataFrame) -> str:
     return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
 
 
-def _consequence(gaps: pd.Series) -> str:
-    have = {name: gaps[name] for name in FP4_SCOPE if name in gaps}
-    fixed = {n: have[n] for n in FIXED if n in have}
-    redrawn = {n: have[n] for n in REDRAWN if n in have}
-    if not fixed or not redrawn:
-        return "The consequence is not tested: the arms to compare have no records."
-    better = max(fixed.values()) < min(redrawn.values())
-    worst, best = max(fixed, key=fixed.get), min(redrawn, key=redrawn.get)
+def _consequence(study: Study) -> str:
+    by_seed = loss_gaps_by_seed(study).reindex(columns=list(FP4_SCOPE)).dropna(axis=1, how="all").dropna()
+    fixed, redrawn = (by_seed[[n for n in names if n in by_seed]] for names in (FIXED, REDRAWN))
+    if by_seed.empty or fixed.empty or redrawn.empty:
+        return "The consequence is not tested: the arms to compare have no records of one seed."
+    below = fixed.max(axis=1) < redrawn.min(axis=1)
+    seeds = f"{len(by_seed)} seed{'s' if len(by_seed) > 1 else ''}"
+    told = {len(below): "agrees", 0: "does not follow"}.get(int(below.sum()), "is not decided")
+    means = by_seed.mean()
+    worst, best = means[fixed.columns].idxmax(), means[redrawn.columns].idxmin()
     text = (
-        f"The consequence {'agrees' if better else 'does not follow'}: the worst fixed arm, {worst}, ends "
-        f"{_nats(have[worst])} above bf16, the best redrawn one, {best}, {_nats(have[best])}."
+        f"The consequence, a lower loss for arms that keep it, {told} over {seeds}: every fixed arm ends below every "
+        f"redrawn one in {int(below.sum())} of {len(below)}; on average the worst fixed arm, {worst}, ends "
+        f"{_nats(means[worst])} above bf16 and the best redrawn one, {best}, {_nats(means[best])}."
     )
-    if "mxfp4" in have:
-        plain, good = have["mxfp4"], min(fixed.values())
-        alone = plain <= max(fixed.values())
+    if "mxfp4" in by_seed:
+        helped = int((by_seed["mxfp4"] > fixed.max(axis=1)).sum())
         text += (
-            f" Plain mxfp4, which keeps its error pattern too, ends {_nats(plain)} above bf16 against {_nats(good)} for "
-            f"the best fixed rotation: "
-            + ("keeping the pattern would be enough." if alone else "keeping the pattern is not what a rotation adds.")
+            f" Plain mxfp4 keeps its error pattern too and ends {_nats(means['mxfp4'])} above bf16, above every fixed arm "
+            f"in {helped} of {len(below)} seeds"
         )
+        text += ": keeping the pattern is then not what a rotation adds." if helped == len(below) else "."
     return text
 
 
@@ -223,7 +226,7 @@ def _nats(value: float) -> str:
 
 def transposition_verdict(frame: pd.DataFrame, source: str, recipe: str) -> Finding:
     """P2's diagnosis on the tensors of `source`: what `recipe` with 1D blocks changes under a transpose, and 2D."""
-    metrics = ("changes", "mismatch", "mismatch_to_error", "mismatch_bias", "error")
+    metrics = ("changes", "mismatch", "mismatch_to_error", "mismatch_bias", "reading_error")
     what = TENSORS | {("dgrad", "dx"): "dX", ("wgrad", "dw"): "dW"}
     try:
         select(frame, "mismatch", arm=source, recipes=[recipe])
@@ -251,7 +254,7 @@ def transposition_verdict(frame: pd.DataFrame, source: str, recipe: str) -> Find
         text += f"the difference is a bias along the tensor of at most {share(max(biases))}. "
     effects = []
     for gemm, tensor, name in (("dgrad", "dx", "dX"), ("wgrad", "dw", "dW")):
-        mismatch, error = (at(recipe, gemm, tensor, m) for m in ("mismatch", "error"))
+        mismatch, error = (at(recipe, gemm, tensor, m) for m in ("mismatch", "reading_error"))
         if not math.isnan(mismatch):
             effects.append(f"{name} by {share(mismatch)} (quantization itself: {share(error)})")
     if effects:

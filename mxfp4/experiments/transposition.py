@@ -18,8 +18,8 @@ back to the basis of t:
 
 Shares exist where both operands are unrotated MXFP4. Effects, tensor "dx" (gemm "dgrad") and "dw" (gemm "wgrad"), with
 the unquantized G: `mismatch`, norm of G R(W) - G C(W) over norm of G W, that is, the weight that the forward used
-against the one that the backward uses; `mismatch_bias`, its projection on G W; `error`, norm of G C(W) - G W over the
-norm of G W, to judge it by. Likewise G^T R(X) and G^T C(X) for dW.
+against the one that the backward uses; `mismatch_bias`, its projection on G W; `reading_error`, norm of G C(W) - G W
+over the norm of G W, to judge it by. Likewise G^T R(X) and G^T C(X) for dW.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _effect(gemm: str, name: str, row: Tensor, col: Tensor, exact: Tensor) -> Ro
     return {
         (gemm, name, "mismatch"): ((d * d).sum() / rr).sqrt(),
         (gemm, name, "mismatch_bias"): (d * exact).sum() / rr,
-        (gemm, name, "error"): compare(col, exact)["error"],
+        (gemm, name, "reading_error"): compare(col, exact)["error"],
     }
 
 

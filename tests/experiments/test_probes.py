@@ -54,6 +54,13 @@ def test_rows_are_tidy_and_unique():
     assert frame.value.notna().all()
 
 
+def test_a_deterministic_recipe_has_no_error_but_its_systematic_one():
+    frame = probed("mxfp4")
+    for gemm, tensor in (("fprop", "y"), ("dgrad", "dx"), ("wgrad", "dw"), ("", "dw")):
+        error, systematic = (one(frame, gemm=gemm, tensor=tensor, metric=m) for m in ("error", "systematic"))
+        assert systematic.tolist() == pytest.approx(error.tolist()), gemm
+
+
 def test_the_second_step_of_a_pair_gives_patterns_and_a_lone_step_does_not():
     frame = probed("mxfp4")
     second = frame[frame.step == 6]

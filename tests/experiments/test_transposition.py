@@ -24,10 +24,10 @@ def measured(name: str, c: Captured | None = None) -> dict:
 def test_square_blocks_are_invariant(name):
     rows = measured(name)
     assert rows
-    differences = {k: v for k, v in rows.items() if k[2] != "error"}
+    differences = {k: v for k, v in rows.items() if k[2] != "reading_error"}
     # rotating both axes back rounds in FP32
     assert all(abs(v) < (1e-6 if "hh" in name else 1e-30) for v in differences.values()), differences
-    assert rows["wgrad", "dw", "error"] > 0.01
+    assert rows["wgrad", "dw", "reading_error"] > 0.01
 
 
 def test_one_dimensional_blocks_are_not_and_the_quantizer_says_the_same():
