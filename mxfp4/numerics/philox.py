@@ -8,11 +8,14 @@ the low half when i is even.
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 from torch import Tensor
 
 from mxfp4.numerics.formats import as_index
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 ROUNDS = 7
 _MASK = 0xFFFFFFFF
 _MUL_A, _MUL_B = 0xD2511F53, 0xCD9E8D57
@@ -58,6 +61,10 @@ _library.define("random_signs(Tensor seed, int size, int stream) -> Tensor")
 
 @torch.library.impl(_library, "random_signs", "CompositeExplicitAutograd")
 def _random_signs(seed, size, stream):
+    if seed.is_cuda and HAS_TRITON:
+        from mxfp4.numerics.kernels import signs_triton
+
+        return signs_triton.random_signs(seed, size, stream)
     words = torch.stack(philox(seed, torch.arange(-(-size // 128), device=seed.device), FOR_SIGNS, stream), dim=-1)
     bits = (words.flatten()[:, None] >> torch.arange(32, device=seed.device)) & 1
     return 1.0 - 2.0 * bits.flatten()[:size].float()
