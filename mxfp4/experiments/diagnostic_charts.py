@@ -38,7 +38,7 @@ def by_layer(
     layers["mean"] = layers.groupby(keys, sort=False)["value"].transform("mean")
     order, facets = list(layers[x].unique()), list(layers[facet].unique()) if facet else []
     base = alt.Chart(layers).encode(
-        x=alt.X(f"{x}:N", sort=order, title=x_title or None, axis=alt.Axis(labelAngle=-35 if len(order) > 3 else 0)),
+        x=alt.X(f"{x}:N", sort=order, title=x_title or None, axis=_names(-35 if len(order) > 3 else 0)),
         color=alt.Color(f"{x}:N", sort=order, legend=None),
     )
     scale = alt.Scale(type="log") if log else alt.Scale()
@@ -66,7 +66,7 @@ def layer_heat(rows: pd.DataFrame, *, title: str, unit: str, form: str = ".1%") 
     cells = diagnostics.by_layer(rows, ["what"])
     order, layers = list(cells["what"].unique()), list(cells["layer"].unique())
     base = alt.Chart(cells).encode(
-        x=alt.X("what:N", sort=order, title=None, axis=alt.Axis(labelAngle=-25)),
+        x=alt.X("what:N", sort=order, title=None, axis=_names(-25)),
         y=alt.Y("layer:N", sort=layers, title="layer"),
     )
     colour = alt.Color("value:Q", title=unit, legend=alt.Legend(format=form, gradientLength=180))
@@ -84,7 +84,7 @@ def error_parts(table: pd.DataFrame, *, title: str) -> alt.TopLevelMixin:
     long = table.melt(["recipe", "what"], ["systematic", "random"], "part", "size")
     recipes, facets = list(table["recipe"].unique()), list(table["what"].unique())
     chart = alt.Chart(long).mark_bar().encode(
-        x=alt.X("recipe:N", sort=recipes, title=None, axis=alt.Axis(labelAngle=-35)),
+        x=alt.X("recipe:N", sort=recipes, title=None, axis=_names(-35)),
         xOffset=alt.XOffset("part:N", sort=["systematic", "random"]),
         y=alt.Y("size:Q", title="part of the error, share of the exact product", axis=alt.Axis(format="%")),
         color=alt.Color("part:N", sort=["systematic", "random"], title=None, scale=alt.Scale(range=list(PALETTE[:2]))),
@@ -106,7 +106,7 @@ def paired(
     table = table.dropna(subset=["part", "mean"])
     names, order, facets = list(metrics.values()), list(table[x].unique()), list(table["what"].unique())
     chart = alt.Chart(table).mark_bar().encode(
-        x=alt.X(f"{x}:N", sort=order, title=x_title or None, axis=alt.Axis(labelAngle=-35)),
+        x=alt.X(f"{x}:N", sort=order, title=x_title or None, axis=_names(-35)),
         xOffset=alt.XOffset("part:N", sort=names),
         y=alt.Y("mean:Q", title=unit, axis=alt.Axis(format=form)),
         color=alt.Color("part:N", sort=names, title=None, scale=alt.Scale(range=list(PALETTE[: len(names)]))),
@@ -130,21 +130,27 @@ def maxima(rows: pd.DataFrame, *, title: str) -> alt.TopLevelMixin:
     return chart.resolve_scale(x="independent").properties(title=title)
 
 
-def scatter(table: pd.DataFrame, *, x_title: str, title: str, form: str = ".2f") -> alt.TopLevelMixin:
-    """Arms as labelled points: a probe metric (bars: range over layers) against the loss gap. From `against_loss`."""
+def against_loss(table: pd.DataFrame, *, x_title: str, title: str, form: str = ".2f") -> alt.TopLevelMixin:
+    """Arms down, sorted by a probe metric (left; line: range over layers), their loss gaps beside it (right)."""
     finite = table[table["gap"].abs() < float("inf")]
-    base = alt.Chart(finite).encode(y=alt.Y("gap:Q", title="final loss above bf16, nats a token"))
-    x = alt.X("mean:Q", title=x_title, axis=alt.Axis(format=form), scale=alt.Scale(zero=False, padding=25))
+    order, height = list(finite["arm"]), 24 * len(finite)
     tips = ["arm:N", alt.Tooltip("mean:Q", format=".4g", title=x_title), alt.Tooltip("gap:Q", format=".4f")]
-    bars = base.mark_rule(opacity=0.4).encode(x=alt.X("low:Q", title=x_title), x2="high:Q")
-    dots = base.mark_circle(size=90, opacity=1).encode(x=x, tooltip=tips, color=alt.Color("arm:N", legend=None))
-    names = base.mark_text(dy=-11, fontSize=10).encode(x="mean:Q", text="arm:N")
-    return alt.layer(bars, dots, names).properties(title=title, height=320)
+    x = alt.X("mean:Q", title=x_title, axis=alt.Axis(format=form, tickCount=4), scale=alt.Scale(zero=False))
+    base = alt.Chart(finite).encode(y=alt.Y("arm:N", sort=order, title=None, axis=_names(0)))
+    spans = base.mark_rule(strokeWidth=3, opacity=0.35, color=PALETTE[0]).encode(x="low:Q", x2="high:Q")
+    dots = base.mark_circle(size=80, opacity=1, color=PALETTE[0]).encode(x=x, tooltip=tips)
+    gaps = alt.Chart(finite).mark_bar(color=PALETTE[1]).encode(
+        y=alt.Y("arm:N", sort=order, title=None, axis=None),
+        x=alt.X("gap:Q", title="final loss above bf16, nats a token", axis=alt.Axis(tickCount=4)),
+        tooltip=tips,
+    )
+    left = alt.layer(spans, dots).properties(width=240, height=height)
+    return alt.hconcat(left, gaps.properties(width=200, height=height), spacing=12).properties(title=title)
 
 
 def tile(scales: pd.DataFrame, *, title: str) -> alt.TopLevelMixin:
     """The scales of a 64x64 weight tile as three pictures: blocks along rows, along columns, square."""
-    side = TOTAL // 3 - 30
+    side = 3 * 64  # whole pixels for each value: no seams
     names = list(scales["blocks"].unique())
     axis = alt.Axis(values=[0, 32, 64], grid=False)
     chart = alt.Chart(scales).mark_rect().encode(
@@ -177,7 +183,7 @@ def signed_heat(
     """Signed shares as a heat map with zero in the middle of the colours: columns `x` and `y` name the cells."""
     bound = float(table[value].abs().max()) or 1.0
     base = alt.Chart(table).encode(
-        x=alt.X(f"{x}:N", sort=list(table[x].unique()), title=None, axis=alt.Axis(labelAngle=-25)),
+        x=alt.X(f"{x}:N", sort=list(table[x].unique()), title=None, axis=_names(-25)),
         y=alt.Y(f"{y}:N", sort=list(table[y].unique()), title=None),
     )
     scale = alt.Scale(scheme=DIVERGING, domain=[-bound, bound], domainMid=0)
@@ -188,3 +194,8 @@ def signed_heat(
     strong = alt.condition(f"abs(datum['{value}']) > {0.6 * bound}", alt.value("#fff"), alt.value("#111"))
     text = base.mark_text(fontSize=11).encode(text=alt.Text(f"{value}:Q", format=form), color=strong)
     return alt.layer(heat, text).properties(title=title, height=30 * table[y].nunique())
+
+
+def _names(angle: int) -> alt.Axis:
+    """An axis of names, all of them printed."""
+    return alt.Axis(labelAngle=angle, labelOverlap=False, labelLimit=220)

@@ -15,6 +15,7 @@ import pandas as pd
 from mxfp4.errors import UserError
 from mxfp4.experiments.effect import NoProbe
 from mxfp4.experiments.study import Study
+from mxfp4.training.recipe import FP4, recipe
 
 FIXED = ("mxfp4+h16", "mxfp4+h32")
 """Rotated by the same matrix at every step."""
@@ -69,7 +70,8 @@ def select(
     rows = rows.assign(what=names)
     if what is not None:
         rows = rows[rows["what"].isin(list(what.values()))]
-        rows = rows.assign(what=pd.Categorical(rows["what"], list(what.values()), ordered=True)).sort_values("what")
+        rows = rows.assign(what=pd.Categorical(rows["what"], list(what.values()), ordered=True))
+        rows = rows.sort_values("what", kind="stable")
         rows["what"] = rows["what"].astype(str)
     if rows.empty:
         asked += f" under {', '.join(recipes)}" if recipes else ""
@@ -166,9 +168,14 @@ def loss_gaps(study: Study, reference: str = "bf16") -> pd.Series:
 def against_loss(
     study: Study, metric: str, *, gemm: str = "", tensor: str, layers: str = "*", reference: str = "bf16"
 ) -> pd.DataFrame:
-    """One row an arm: its own value of a probe metric (mean over layers) and its loss gap; arms without either drop."""
-    table = summary(select(study.probes, metric, what={(gemm, tensor): metric}, layers=layers), ["arm"])
-    return table.assign(gap=table["arm"].map(loss_gaps(study, reference))).dropna(subset=["mean", "gap"])
+    """One row for each arm with FP4: its own value of a probe metric (mean, low, high over layers) and its loss gap.
+
+    Sorted by the metric; arms without either are left out.
+    """
+    rows = select(study.probes, metric, what={(gemm, tensor): metric}, layers=layers)
+    fp4 = {arm: any(op.format in FP4 for op in recipe(arm).operands().values()) for arm in rows["arm"].unique()}
+    table = summary(rows[rows["arm"].map(fp4)], ["arm"])
+    return table.assign(gap=table["arm"].map(loss_gaps(study, reference))).dropna(subset=["mean", "gap"]).sort_values("mean")
 
 
 def tile(frame: pd.DataFrame, arm: str, step: int | None = None) -> pd.DataFrame:

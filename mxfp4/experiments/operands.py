@@ -252,14 +252,15 @@ def _clipped(basis: Tensor, op: Operand) -> Tensor:
 def _blocks(t: Tensor) -> dict[str, Tensor]:
     """The block statistics of an operand, zero blocks left out."""
     blocks = t.contiguous().view(-1, BLOCK)
-    square = blocks.square()
+    amax = blocks.abs().amax(-1, keepdim=True)
+    amax = torch.where(amax > 0, amax, torch.nan)
+    square = (blocks / amax).square()  # of size 1: fourth powers of gradients would underflow
     m2 = square.mean(-1)
-    amax = torch.where(m2 > 0, blocks.abs().amax(-1), torch.nan)
     levels = torch.nanquantile(amax.log2(), torch.tensor(QUANTILES, device=t.device))
     names = [f"log2_amax_q{round(100 * q):02d}" for q in QUANTILES]
     return {
         "kurtosis": (square.square().mean(-1) / m2.square()).nanmean(),
-        "peak": (amax / m2.sqrt()).nanmean(),
+        "peak": m2.rsqrt().nanmean(),
         **dict(zip(names, levels, strict=True)),
     }
 

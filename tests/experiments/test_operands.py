@@ -1,5 +1,7 @@
 """Operand and product metrics: hand-made blocks, and the public quantizer as the oracle."""
 
+import math
+
 import pytest
 import torch
 
@@ -69,16 +71,17 @@ def test_a_prescale_moves_the_clipping_limit_with_the_scale():
     assert operands.operand_rows(c, same(scaled), SEED)["fprop", "x", "clipped"] == 0
 
 
-def test_block_statistics_of_hand_made_blocks():
-    x = torch.ones(32, 32)
-    x[:, 0] = 8.0
+@pytest.mark.parametrize("size", [1.0, 2.0**-60])
+def test_block_statistics_of_hand_made_blocks(size):
+    x = torch.full((32, 32), size)
+    x[:, 0] = 8.0 * size
     x[-1] = 0.0  # zero blocks are left out
     c = Captured("layer", x, torch.ones(32, 32), torch.ones(32, 32))
     rows = operands.operand_rows(c, recipe("mxfp4"), SEED)
     m2, m4 = (31 + 64) / 32, (31 + 4096) / 32
     assert rows["fprop", "x", "kurtosis"].item() == pytest.approx(m4 / m2**2, rel=1e-5)
     assert rows["fprop", "x", "peak"].item() == pytest.approx(8 / m2**0.5, rel=1e-5)
-    assert rows["fprop", "x", "log2_amax_q50"].item() == 3.0
+    assert rows["fprop", "x", "log2_amax_q50"].item() == 3.0 + math.log2(size)
 
 
 def test_a_rotation_spreads_an_outlier_and_both_sides_are_reported():
