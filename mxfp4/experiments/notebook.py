@@ -192,7 +192,7 @@ def _execute(read: Source, changed: dict[str, Any], temporary: Path, show: bool,
         with _kernel(temporary):
             papermill.execute_notebook(
                 str(before), str(after), changed, kernel_name=_KERNEL, language="python", progress_bar=show,
-                cwd=str(project_dir()), start_timeout=120, config=Config({"KernelManager": {"transport": "ipc"}}),
+                cwd=str(project_dir()), start_timeout=120, config=Config(KernelManager=_transport(temporary)),
             )  # fmt: skip
     except PapermillExecutionError as error:
         reason = f"{error.ename}: {_one_line(error.evalue)}"
@@ -218,6 +218,15 @@ def _keep_failed(half_run: Path, name: str, scale: str) -> str:
     tidy(node, name, {"source": f"{name}.md", "scale": scale, "failed": True})
     _write(node, kept)
     return f" (half-run notebook: {_shown(kept)})"
+
+
+def _transport(temporary: Path) -> dict[str, str]:
+    """How to talk to the kernel: sockets in the run's own folder, which no other run or user shares.
+
+    Their addresses have to be short; where the folder's is not, what is left is TCP on this machine.
+    """
+    address = str(temporary / "k")
+    return {"transport": "ipc", "ip": address} if len(address) < 90 else {}
 
 
 @contextlib.contextmanager

@@ -141,7 +141,18 @@ def _collect(
         raise UserError(
             f"not run yet at scale {scale}: {', '.join(missing)}; run `mxfp4 run {missing[0]} --scale {scale}`"
         )
-    return staged, tuple(stale)
+    return {name: _relink(text, staged) for name, text in staged.items()}, tuple(stale)
+
+
+def _relink(text: str, staged: dict[str, str]) -> str:
+    """Links between chapters name sources (`stability.md`), which also work where the sources are read; Sphinx gets
+    the executed notebook of that name."""
+
+    def target(match: re.Match) -> str:
+        executed = f"{match['page']}.ipynb"
+        return f"]({executed}{match['anchor']})" if executed in staged else match[0]
+
+    return re.sub(r"\]\((?P<page>[\w/-]+)\.md(?P<anchor>(?:#[\w-]*)?)\)", target, text)
 
 
 def present(node: dict) -> dict:
