@@ -36,9 +36,22 @@
     };
   }
 
+  // Small multiples have sizes of their own; on a page too narrow for two side by side they stand in one column.
+  function stack(spec, room) {
+    if (room > 560) return spec;
+    const fit = (unit) => Object.assign({}, unit, typeof unit.width === "number" ? { width: Math.min(unit.width, room - 75) } : {});
+    if (spec.hconcat) {
+      const { hconcat, ...rest } = spec;
+      return Object.assign(rest, { vconcat: hconcat.map(fit) });
+    }
+    if (spec.facet && spec.spec && !spec.facet.row && !spec.facet.column) return Object.assign({}, spec, { columns: 1, spec: fit(spec.spec) });
+    if (spec.concat) return Object.assign({}, spec, { columns: 1, concat: spec.concat.map(fit) });
+    return spec;
+  }
+
   async function draw(figure) {
-    const spec = JSON.parse(figure.querySelector(".mx-spec").textContent);
     const host = figure.querySelector(".mx-vega");
+    const spec = stack(JSON.parse(figure.querySelector(".mx-spec").textContent), host.clientWidth);
     const still = host.querySelector(".mx-still");
     spec.config = merge(spec.config || {}, colours());
     delete spec.background;

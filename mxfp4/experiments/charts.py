@@ -13,6 +13,8 @@ import base64
 import html
 import json
 import math
+import struct
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -97,8 +99,24 @@ def render(chart: alt.TopLevelMixin, caption: str) -> tuple[dict[str, str], dict
     if fluid:
         spec = {**spec, "width": "container", "autosize": {"type": "fit-x", "contains": "padding"}}
     png = vl_convert.vegalite_to_png(json.dumps(still), vl_version=VL_VERSION, scale=1.5)
-    bundle = {"image/png": base64.b64encode(png).decode("ascii"), "text/plain": caption}
+    bundle = {"image/png": base64.b64encode(recompressed(png)).decode("ascii"), "text/plain": caption}
     return bundle, {METADATA: {"vegalite": spec, "caption": caption}}
+
+
+def recompressed(png: bytes) -> bytes:
+    """The same picture with its pixels compressed hard: a quarter of the size, which committed notebooks are made of."""
+    head, pixels, tail, at = [png[:8]], [], [], 8
+    while at < len(png):
+        (length,) = struct.unpack(">I", png[at : at + 4])
+        chunk, kind = png[at : at + 12 + length], png[at + 4 : at + 8]
+        if kind == b"IDAT":
+            pixels.append(chunk[8:-4])
+        else:
+            (tail if pixels else head).append(chunk)
+        at += 12 + length
+    data = b"IDAT" + zlib.compress(zlib.decompress(b"".join(pixels)), 9)
+    packed = struct.pack(">I", len(data) - 4) + data + struct.pack(">I", zlib.crc32(data))
+    return b"".join([*head, packed, *tail])
 
 
 def _faceted(spec: Mapping[str, Any]) -> bool:
