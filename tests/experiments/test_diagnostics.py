@@ -1,0 +1,165 @@
+"""Tables, sentences and charts of the diagnostics chapters, on hand-made probe rows and fake studies."""
+
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+
+from mxfp4.errors import UserError
+from mxfp4.experiments import diagnostic_charts, diagnostics, findings
+from mxfp4.experiments.charts import render
+from mxfp4.experiments.effect import NoProbe
+
+COLUMNS = ["arm", "seed", "recipe", "step", "layer", "gemm", "tensor", "metric", "value"]
+
+
+def frame(*rows) -> pd.DataFrame:
+    """Rows of (arm, recipe, layer, gemm, tensor, metric, value) at steps 5 and 6 of seed 0."""
+    made = [(a, 0, r, step, l, g, t, m, v) for a, r, l, g, t, m, v in rows for step in (5, 6)]
+    return pd.DataFrame(made, columns=COLUMNS)
+
+
+def study(losses: dict[str, list[float]], probes: pd.DataFrame | None = None):
+    """A study with the final losses of each arm by seed; None is a diverged seed."""
+
+    def record(loss):
+        status = "diverged" if loss is None else "finished"
+        return SimpleNamespace(outcome={"status": status, "final_loss": loss})
+
+    arms = {arm: {seed: record(loss) for seed, loss in enumerate(values)} for arm, values in losses.items()}
+    return SimpleNamespace(arms=arms, probes=frame() if probes is None else probes)
+
+
+def patterns(**kept: float) -> pd.DataFrame:
+    names = {"plain": "mxfp4", "sr": "mxfp4+sr", "rht16": "mxfp4+rht16", "h16": "mxfp4+h16"}
+    return frame(
+        *(("bf16", names[n], layer, "fprop", "w", "pattern_next", v + d)
+          for n, v in kept.items() for layer, d in (("layers.0.wq", 0.0), ("layers.1.wq", 0.02)))
+    )  # fmt: skip
+
+
+ROWS = frame(
+    ("bf16", "mxfp4", "layers.0.wq", "fprop", "x", "error", 0.1),
+    ("bf16", "mxfp4", "layers.1.wq", "fprop", "x", "error", 0.3),
+    ("bf16", "mxfp4", "layers.0.wq", "wgrad", "g", "error", 0.4),
+    ("bf16", "mxfp4", "all", "", "dw", "error", 9.0),
+    ("mxfp4", "mxfp4", "layers.0.wq", "fprop", "x", "error", 0.5),
+)
+
+
+def test_select_keeps_what_was_asked_for_and_names_it():
+    rows = diagnostics.select(ROWS, "error", arm="bf16", recipes=["mxfp4"], what=diagnostics.OPERANDS)
+    assert list(dict.fromkeys(rows["what"])) == ["X in Fprop", "G in Wgrad"]
+    assert "all" not in set(rows["layer"])
+    assert set(diagnostics.select(ROWS, "error", arm="bf16", recipes=["mxfp4"], layers="all")["value"]) == {9.0}
+    own = diagnostics.select(ROWS, "error")
+    assert set(own["arm"]) == {"mxfp4"}
+    assert set(diagnostics.select(ROWS, "error", arm="bf16", recipes=["mxfp4"], layers="layers.1.*")["value"]) == {0.3}
+
+
+def test_select_says_what_there_is_when_nothing_fits():
+    with pytest.raises(NoProbe, match=r"no probe of bias of bf16 in layers '\*'.*probed arms: bf16, mxfp4.*layers.0.wq"):
+        diagnostics.select(ROWS, "bias", arm="bf16")
+    with pytest.raises(UserError, match="layers.9"):
+        diagnostics.select(ROWS, "error", layers="layers.9.*")
+
+
+def test_summary_counts_each_layer_once():
+    rows = diagnostics.select(ROWS, "error", arm="bf16", recipes=["mxfp4"], what=diagnostics.OPERANDS)
+    table = diagnostics.summary(rows, ["what"]).set_index("what")
+    assert table.loc["X in Fprop", ["mean", "low", "high", "layers"]].tolist() == pytest.approx([0.2, 0.1, 0.3, 2])
+    assert "G in Wgrad (40 %)" in findings.largest(rows, "the error")
+
+
+def test_a_diverged_arm_has_an_infinite_gap_and_gaps_are_paired():
+    gaps = diagnostics.loss_gaps(study({"bf16": [3.0, 4.0], "mxfp4": [3.5, 4.7], "mxfp4+sr": [None, 4.1], "fp8": [3.0]}))
+    assert gaps["mxfp4"] == pytest.approx(0.6)
+    assert gaps["mxfp4+sr"] == float("inf")
+    assert gaps["fp8"] == 0.0
+
+
+def test_the_explanation_is_judged_by_layers_and_seeds():
+    good = {"bf16": [3.0, 3.0], "mxfp4": [3.3, 3.4], "mxfp4+h16": [3.1, 3.1], "mxfp4+sr": [3.5, 3.2], "mxfp4+rht16": [3.3, 3.2]}
+    kept = patterns(plain=0.9, sr=0.0, rht16=0.1, h16=0.8)
+    text = findings.explanation(study(good, kept)).text
+    assert "premise holds" in text and "0.80 to 0.82" in text and "agrees over 2 seeds" in text
+    assert "not what a rotation adds" in text
+    bad = {**good, "mxfp4+h16": [3.6, 3.6]}
+    text = findings.explanation(study(bad, kept)).text
+    assert "does not follow over 2 seeds" in text and "not what a rotation adds" not in text
+    mixed = {**good, "mxfp4+h16": [3.1, 3.6]}
+    assert "is not decided over 2 seeds" in findings.explanation(study(mixed, kept)).text
+    weak = patterns(sr=0.5, rht16=0.1, h16=0.51)
+    assert "premise does not hold" in findings.explanation(study(good, weak)).text
+    assert "(it diverged)" in findings.explanation(study({**good, "mxfp4+h16": [None, None]}, kept)).text
+
+
+def test_the_explanation_is_not_tested_without_its_rows():
+    assert findings.explanation(study({"bf16": [3.0]})).text.startswith("Not tested: no probe of pattern_next")
+    alone = findings.explanation(study({"bf16": [3.0]}, patterns(sr=0.0, h16=0.8))).text
+    assert "premise holds" in alone and "consequence is not tested" in alone
+    assert "Not tested" in findings.explanation(study({"bf16": [3.0]}, patterns(h16=0.8))).text
+
+
+def test_the_transposition_verdict_quotes_its_rows():
+    rows = frame(
+        *(("bf16", "mxfp4", "layers.0.wq", "", t, m, v) for t in "xwg"
+          for m, v in (("changes", 0.25), ("mismatch", 0.1), ("mismatch_to_error", 0.5), ("mismatch_bias", -0.01))),
+        ("bf16", "mxfp4", "layers.0.wq", "dgrad", "dx", "mismatch", 0.03),
+        ("bf16", "mxfp4", "layers.0.wq", "dgrad", "dx", "reading_error", 0.06),
+        ("bf16", "mxfp4+2d", "layers.0.wq", "", "w", "changes", 0.0),
+    )  # fmt: skip
+    text = findings.transposition_verdict(rows, "bf16", "mxfp4").text
+    assert "25 % of X, 25 % of W, 25 % of G" in text and "0.50 to 0.50" in text and "at most 1 %" in text
+    assert "dX by 3 % (quantization itself: 6 %)" in text and text.endswith("With 32x32 blocks nothing changes.")
+    assert findings.transposition_verdict(rows, "fp8", "mxfp4").text.startswith("Not tested")
+    assert "0.50 times" in findings.beside(
+        diagnostics.select(rows, ["mismatch", "reading_error"], arm="bf16", recipes=["mxfp4"], what=diagnostics.PRODUCTS)
+    )
+
+
+def tile_rows(by_row: float, by_col: float) -> pd.DataFrame:
+    rows = [("row", i, j, by_row + (i == 0)) for i in range(64) for j in range(2)]
+    rows += [("col", i, j, by_col) for i in range(2) for j in range(64)]
+    return frame(*(("bf16", "", "layers.0.wq", "", "w", f"tile_{k}:{i}:{j}", v) for k, i, j, v in rows))
+
+
+def test_a_tile_covers_64x64_values_three_times():
+    scales = diagnostics.tile(tile_rows(-6, -6), "bf16")
+    area = ((scales["bottom"] - scales["top"]) * (scales["right"] - scales["left"])).groupby(scales["blocks"]).sum()
+    assert area.tolist() == [64 * 64] * 3
+    square = scales[scales["blocks"] == "32x32"].set_index(["top", "left"])["log2_scale"]
+    assert square.to_dict() == {(0, 0): -5, (0, 32): -5, (32, 0): -6, (32, 32): -6}
+    assert "98 %" in findings.tile_agreement(scales)  # all but the first of 64 rows
+    with pytest.raises(UserError, match="no record of fp8"):
+        diagnostics.tile(tile_rows(-6, -6), "fp8")
+
+
+def test_a_rotation_is_said_to_lower_and_to_raise():
+    rows = frame(
+        ("bf16", "mxfp4+h16", "layers.0.wq", "fprop", "x", "kurtosis_before", 6.0),
+        ("bf16", "mxfp4+h16", "layers.0.wq", "fprop", "x", "kurtosis", 3.0),
+        ("bf16", "mxfp4+h16", "layers.0.wq", "wgrad", "x", "kurtosis_before", 3.0),
+        ("bf16", "mxfp4+h16", "layers.0.wq", "wgrad", "x", "kurtosis", 9.0),
+    )
+    rows = diagnostics.select(rows, ["kurtosis", "kurtosis_before"], arm="bf16", recipes=["mxfp4+h16"], what=diagnostics.OPERANDS)
+    text = findings.rotation_effect(rows, "mxfp4+h16")
+    assert "lowers the kurtosis of blocks of X in Fprop (-50%)" in text and "raises the kurtosis of blocks of X in Wgrad (+200%)" in text
+    assert list(dict.fromkeys(diagnostics.before_and_after(rows)["rotation"])) == ["none", "h16"]
+    assert "No record" in findings.rotation_effect(rows, "mxfp4+h32")
+
+
+def test_charts_draw():
+    rows = diagnostics.select(ROWS, "error", arm="bf16", recipes=["mxfp4"], what=diagnostics.OPERANDS)
+    table = pd.DataFrame({"arm": ["a", "b"], "mean": [0.1, 0.2], "low": 0.0, "high": 0.3, "gap": [0.1, float("inf")]})
+    charts = (
+        diagnostic_charts.by_layer(rows, x="what", title="t", unit="u"),
+        diagnostic_charts.by_layer(rows, x="recipe", facet="what", title="t", unit="u", zero_line=True),
+        diagnostic_charts.layer_heat(rows, title="t", unit="u"),
+        diagnostic_charts.paired(rows, metrics={"error": "e"}, x="recipe", title="t", unit="u"),
+        diagnostic_charts.against_loss(table, x_title="x", title="t"),
+        diagnostic_charts.tile(diagnostics.tile(tile_rows(-6, -7), "bf16"), title="t"),
+    )
+    for chart in charts:
+        bundle, _ = render(chart, "what to see")
+        assert len(bundle["image/png"]) > 5000
