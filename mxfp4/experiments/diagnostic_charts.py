@@ -38,14 +38,14 @@ def by_layer(
     layers["mean"] = layers.groupby(keys, sort=False)["value"].transform("mean")
     order, facets = list(layers[x].unique()), list(layers[facet].unique()) if facet else []
     base = alt.Chart(layers).encode(
-        x=alt.X(f"{x}:N", sort=order, title=x_title or None, axis=_names(-35 if len(order) > 3 else 0)),
+        x=alt.X(f"{x}:N", sort=order, title=x_title or None, axis=_names(0 if len(order) <= 3 else -35 if len(order) <= 5 else -55)),
         color=alt.Color(f"{x}:N", sort=order, legend=None),
     )
     scale = alt.Scale(type="log") if log else alt.Scale()
     y = alt.Y("value:Q", title=unit, axis=alt.Axis(format=form, tickCount=5), scale=scale)
     tip = [alt.Tooltip("layer:N"), alt.Tooltip(f"{x}:N"), alt.Tooltip("value:Q", format=".4g", title=unit)]
     points = base.mark_circle(size=45, opacity=0.45).encode(y=y, tooltip=tip)
-    ticks = base.mark_tick(thickness=3, size=22).encode(
+    ticks = base.mark_tick(thickness=3, size=22 if len(order) <= 5 else 11).encode(
         y=alt.Y("mean:Q", title=unit),
         tooltip=[alt.Tooltip(f"{x}:N"), alt.Tooltip("mean:Q", format=".4g", title=f"mean of {unit}")],
     )
@@ -125,7 +125,7 @@ def maxima(rows: pd.DataFrame, *, title: str) -> alt.TopLevelMixin:
     tips = ["layer:N", *(alt.Tooltip(f"log2_amax_{q}:Q", format=".2f") for q in ("q05", "q50", "q95"))]
     bars = base.mark_bar(height=6, opacity=0.5).encode(x=span, x2="log2_amax_q95:Q", tooltip=tips)
     dots = base.mark_circle(size=60).encode(x="log2_amax_q50:Q", tooltip=tips)
-    chart = alt.layer(bars, dots).properties(width=TOTAL // 3 - 40, height=24 * len(layers))
+    chart = alt.layer(bars, dots).properties(width=TOTAL // 3 - 75, height=24 * len(layers))
     chart = chart.facet(facet=alt.Facet("what:N", sort=facets, title=None), columns=3)
     return chart.resolve_scale(x="independent").properties(title=title)
 
