@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from contextlib import contextmanager
 from types import ModuleType
 
 import pytest
@@ -24,13 +25,30 @@ def load(name: str) -> ModuleType:
         return importlib.import_module(full)
     alias = f"interpreted_{name}"
     if alias not in sys.modules:
-        spec = importlib.util.find_spec(full)
-        copy = importlib.util.module_from_spec(importlib.util.spec_from_file_location(alias, spec.origin))
-        before = os.environ.get("TRITON_INTERPRET")
-        os.environ["TRITON_INTERPRET"] = "1"
-        try:
-            sys.modules[alias] = copy
+        origin = importlib.util.find_spec(full).origin
+        copy = importlib.util.module_from_spec(importlib.util.spec_from_file_location(alias, origin))
+        sys.modules[alias] = copy
+        with _interpreting():
             copy.__spec__.loader.exec_module(copy)
-        finally:
-            os.environ.pop("TRITON_INTERPRET") if before is None else os.environ.update(TRITON_INTERPRET=before)
     return sys.modules[alias]
+
+
+@contextmanager
+def _interpreting():
+    """TRITON_INTERPRET set, and the modules that the kernels share put aside, to be imported anew meanwhile."""
+    package = sys.modules["mxfp4.numerics.kernels"]
+    shared = {n: vars(package).pop(n) for n in list(vars(package)) if n.startswith("block_")}
+    for n in shared:
+        del sys.modules[f"{package.__name__}.{n}"]
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("TRITON_INTERPRET") if before is None else os.environ.update(TRITON_INTERPRET=before)
+        for n in [n for n in vars(package) if n.startswith("block_")]:
+            delattr(package, n)
+            del sys.modules[f"{package.__name__}.{n}"]
+        for n, module in shared.items():
+            setattr(package, n, module)
+            sys.modules[f"{package.__name__}.{n}"] = module

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxfp4.numerics.kernels.block_math import _philox_round
+from mxfp4.numerics.kernels.block_math import philox_round
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stream"])
 def _signs_kernel(out, seed_ptr, stream, SIZE: tl.constexpr):
     j = tl.arange(0, SIZE)
     seed = tl.load(seed_ptr)
@@ -24,7 +24,7 @@ def _signs_kernel(out, seed_ptr, stream, SIZE: tl.constexpr):
     c2 = c1 + 1  # philox.FOR_SIGNS
     c3 = c1 + stream.to(tl.uint32)
     for _ in tl.static_range(7):
-        c0, c1, c2, c3 = _philox_round(c0, c1, c2, c3, k0, k1)
+        c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
         k0 += 0x9E3779B9
         k1 += 0xBB67AE85
     word = j % 128 // 32

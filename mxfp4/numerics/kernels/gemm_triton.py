@@ -1,0 +1,154 @@
+"""The GEMM of packed operands on chips that multiply FP4 blocks themselves, and the unpacking that others need.
+
+`tl.dot_scaled` becomes v_mfma_scale_f32_*_f8f6f4 on gfx950 and tcgen05.mma.*.mxf4.block_scale on sm_100: packed codes
+and E8M0 bytes go to the matrix unit as they are. `mxfp4 isa` shows it. Elsewhere it would be emulated slowly, so
+`matmul.py` does not come here: see `path.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxfp4.numerics.formats import BLOCK, elem_format
+from mxfp4.numerics.tensor import MXTensor
+
+
+@triton.jit
+def _load_operand(data, scale, rows, k, limit, K, row_stride, scale_stride, ELEM: tl.constexpr,
+                  SCALE_ROWS: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr):  # fmt: skip
+    """Codes [rows, BK / 2] (FP8: [rows, BK]) and scale bytes [rows, BK / 32] from column k on, zeros beyond K."""
+    PER_BYTE: tl.constexpr = 2 if ELEM == "e2m1" else 1
+    at = k // PER_BYTE + tl.arange(0, BK // PER_BYTE)
+    block = k // 32 + tl.arange(0, BK // 32)
+    inside = rows[:, None] < limit
+    scale_inside = inside
+    if not EVEN_K:
+        inside = inside & (at[None, :] < K // PER_BYTE)
+        scale_inside = scale_inside & (block[None, :] < K // 32)
+    codes = tl.load(data + rows.to(tl.int64)[:, None] * row_stride + at[None, :], mask=inside, other=0)
+    line = (rows // SCALE_ROWS).to(tl.int64)
+    bytes_ = tl.load(scale + line[:, None] * scale_stride + block[None, :], mask=scale_inside, other=0)
+    if ELEM == "e4m3":
+        codes = codes.to(tl.float8e4nv, bitcast=True)
+    elif ELEM == "e5m2":
+        codes = codes.to(tl.float8e5, bitcast=True)
+    return codes, bytes_
+
+
+@triton.jit
+def _gemm_kernel(
+    a, a_scale, b, b_scale, out, M, N, K, a_stride, a_scale_stride, b_stride, b_scale_stride, out_stride,
+    A_ELEM: tl.constexpr, B_ELEM: tl.constexpr, A_SCALE_ROWS: tl.constexpr, B_SCALE_ROWS: tl.constexpr,
+    ACCUMULATE: tl.constexpr, EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """out [M, N] (+)= a [M, K] b [N, K]^T. Programs walk GROUP rows of tiles at a time, so that the L2 keeps both."""
+    tiles_m, tiles_n = (M + BM - 1) // BM, (N + BN - 1) // BN
+    pid = tl.program_id(0)
+    group = pid // (GROUP * tiles_n)
+    height = min(tiles_m - group * GROUP, GROUP)
+    tile_m = group * GROUP + pid % (GROUP * tiles_n) % height
+    tile_n = pid % (GROUP * tiles_n) // height
+    rows = tile_m * BM + tl.arange(0, BM)
+    columns = tile_n * BN + tl.arange(0, BN)
+    total = tl.full((BM, BN), 0.0, tl.float32)
+    for k in range(0, K, BK):
+        x, xs = _load_operand(a, a_scale, rows, k, M, K, a_stride, a_scale_stride, A_ELEM, A_SCALE_ROWS, BK, EVEN_K)
+        y, ys = _load_operand(b, b_scale, columns, k, N, K, b_stride, b_scale_stride, B_ELEM, B_SCALE_ROWS, BK, EVEN_K)
+        total = tl.dot_scaled(x, xs, A_ELEM, y.T, ys, B_ELEM, total)
+    target = out + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
+    inside = (rows[:, None] < M) & (columns[None, :] < N)
+    if ACCUMULATE:
+        total += tl.load(target, mask=inside, other=0.0).to(tl.float32)
+    tl.store(target, total.to(out.dtype.element_ty), mask=inside)
+
+
+# Tiles: 128 x 128 outputs and 256 of K (FP8: 128) fill gfx950's 160 KiB of LDS and sm_100's tensor memory twice over.
+TILE = {"BM": 128, "BN": 128, "GROUP": 8, "num_warps": 4, "num_stages": 2}
+
+
+def gemm(a: MXTensor, b: MXTensor, out: Tensor, accumulate: bool = False) -> Tensor:
+    """out [M, N] (FP32 or BF16, columns contiguous) = a [M, K] b [N, K]^T, or += with `accumulate`; FP32 inside.
+
+    Blocks along K (`axis` -1) on both sides. A NaN block makes its row or column NaN.
+    """
+    grid, arguments, options = launch(a, b, out, accumulate)
+    if out.numel():
+        _gemm_kernel[grid](**arguments, **options)
+    return out
+
+
+def launch(a: MXTensor, b: MXTensor, out: Tensor, accumulate: bool) -> tuple[tuple[int], dict, dict]:
+    """(grid, arguments, constants and options) of the kernel: what `gemm` runs and `isa` compiles."""
+    (m, k), n = a.shape, b.shape[0]
+    block_k = 256 if a.elem == b.elem == "e2m1" else 128
+    arguments = {
+        "a": a.qdata,
+        "a_scale": a.scale,
+        "b": b.qdata,
+        "b_scale": b.scale,
+        "out": out,
+        "M": m,
+        "N": n,
+        "K": k,
+        "a_stride": a.qdata.stride(0),
+        "a_scale_stride": a.scale.stride(0),
+        "b_stride": b.qdata.stride(0),
+        "b_scale_stride": b.scale.stride(0),
+        "out_stride": out.stride(0),
+    }
+    options = {
+        "A_ELEM": a.elem,
+        "B_ELEM": b.elem,
+        "A_SCALE_ROWS": BLOCK if a.block == "2d" else 1,
+        "B_SCALE_ROWS": BLOCK if b.block == "2d" else 1,
+        "ACCUMULATE": accumulate,
+        "EVEN_K": k % block_k == 0,
+        "BK": block_k,
+        **TILE,
+    }
+    return (triton.cdiv(m, TILE["BM"]) * triton.cdiv(n, TILE["BN"]),), arguments, options
+
+
+@triton.jit
+def _unpack_kernel(data, scale, out, rows, K, BLOCKS: tl.constexpr, PER_BYTE: tl.constexpr, MBITS: tl.constexpr,
+                   BIAS: tl.constexpr, SCALE_ROWS: tl.constexpr):  # fmt: skip
+    """BLOCKS blocks of codes, and their scales, as values: each thread a block, or part of one."""
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    per_row = K // 32
+    inside = block < rows.to(tl.int64) * per_row
+    BYTES: tl.constexpr = 32 // PER_BYTE
+    codes = tl.load(data + block[:, None] * BYTES + tl.arange(0, BYTES)[None, :], mask=inside[:, None], other=0)
+    codes = codes.to(tl.int32)
+    if PER_BYTE == 2:
+        codes = tl.reshape(tl.join(codes & 0xF, codes >> 4), (BLOCKS, 32))
+    SIGN: tl.constexpr = 8 if PER_BYTE == 2 else 128
+    magnitude = codes & (SIGN - 1)
+    value = ((magnitude + ((127 - BIAS) << MBITS)) << (23 - MBITS)).to(tl.float32, bitcast=True)
+    below = magnitude.to(tl.float32) * (2.0 ** (1 - BIAS - MBITS))
+    value = tl.where(magnitude < (1 << MBITS), below, value)
+    byte = tl.load(scale + block // per_row // SCALE_ROWS * per_row + block % per_row, mask=inside, other=0).to(tl.int32)
+    bits = tl.where(byte == 0, 0x00400000, byte << 23)  # 2^-127 is an FP32 subnormal
+    bits = tl.where(byte == 255, 0x7FC00000, bits)
+    bits = bits[:, None] | tl.where(codes >= SIGN, -0x80000000, 0)
+    value = (value * bits.to(tl.float32, bitcast=True)).to(out.dtype.element_ty)
+    tl.store(out + block[:, None] * 32 + tl.arange(0, 32)[None, :], value, mask=inside[:, None])
+
+
+def unpack(x: MXTensor, dtype: torch.dtype) -> Tensor:
+    """The values of `x` with its block axis last, in `dtype`: the twin is `MXTensor.dequantize`."""
+    fmt = elem_format(x.elem)
+    per_byte = 2 if fmt.bits == 4 else 1
+    *lead, width = x.qdata.shape
+    k, rows = width * per_byte, x.qdata.numel() // max(width, 1)
+    out = x.qdata.new_empty((*lead, k), dtype=dtype)
+    if out.numel():
+        blocks = 128
+        _unpack_kernel[(triton.cdiv(rows * k // BLOCK, blocks),)](
+            x.qdata.contiguous(), x.scale.contiguous(), out, rows, k, BLOCKS=blocks, PER_BYTE=per_byte, MBITS=fmt.mbits,
+            BIAS=fmt.bias, SCALE_ROWS=BLOCK if x.block == "2d" else 1,
+        )  # fmt: skip
+    return out
