@@ -49,9 +49,23 @@
     return spec;
   }
 
+  // A title longer than the chart is wide goes on in a second line.
+  function wrapTitle(spec, room) {
+    const title = typeof spec.title === "string" ? { text: spec.title } : spec.title;
+    if (!title || typeof title.text !== "string") return spec;
+    const lines = [""];
+    for (const word of title.text.split(" ")) {
+      const longer = lines[lines.length - 1] ? `${lines[lines.length - 1]} ${word}` : word;
+      if (longer.length * 9.3 > room - 60 && lines[lines.length - 1]) lines.push(word);
+      else lines[lines.length - 1] = longer;
+    }
+    return Object.assign({}, spec, { title: Object.assign({}, title, { text: lines.length > 1 ? lines : lines[0] }) });
+  }
+
   async function draw(figure) {
     const host = figure.querySelector(".mx-vega");
-    const spec = stack(JSON.parse(figure.querySelector(".mx-spec").textContent), host.clientWidth);
+    const room = host.clientWidth;
+    const spec = wrapTitle(stack(JSON.parse(figure.querySelector(".mx-spec").textContent), room), room);
     const still = host.querySelector(".mx-still");
     spec.config = merge(spec.config || {}, colours());
     delete spec.background;

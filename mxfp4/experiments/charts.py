@@ -175,9 +175,10 @@ def table_html(frame, *, caption: str, formats=None, columns=None, missing: str 
         for row in frame.to_dict("records")
     ]
     body = "".join(f"<tr>{cells}</tr>" for cells in rows)
+    text = html.escape(caption)
     return (
-        f'<div class="mx-table" role="region" tabindex="0" aria-label="{html.escape(caption)}"><table>'
-        f"<caption>{html.escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        f'<figure class="mx-table"><figcaption>{text}</figcaption><div role="region" tabindex="0" aria-label="{text}">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></figure>"
     )
 
 

@@ -1,0 +1,88 @@
+"""The command line: every sub-command is there, errors are one line, defects keep their traceback."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+
+import mxfp4
+from mxfp4.errors import UserError
+from mxfp4.experiments import cli, commands
+
+COMMANDS = {"book", "claims", "doctor", "plan", "prepare", "run", "scale", "status", "train"}
+
+
+def test_help_names_every_command(capsys):
+    assert cli.main([]) == 2
+    text = capsys.readouterr().out
+    assert all(f"    {name} " in text for name in COMMANDS)
+
+
+def test_every_command_has_help_and_a_handler():
+    parser = cli.build_parser()
+    (subparsers,) = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    assert set(subparsers.choices) >= COMMANDS
+    for name, sub in subparsers.choices.items():
+        assert sub.get_default("handler"), name
+        assert sub.description and all(a.help for a in sub._actions), name
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"mxfp4 {mxfp4.__version__}\n"
+
+
+def _fake(monkeypatch, handler):
+    class Module:
+        @staticmethod
+        def add_parser(subparsers):
+            subparsers.add_parser("fake").set_defaults(handler=handler)
+
+    monkeypatch.setattr(commands, "modules", lambda: iter([Module]))
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"), [(UserError("no x"), 1, "error: no x\n"), (KeyboardInterrupt(), 130, "interrupted\n")]
+)
+def test_user_errors_are_one_line(monkeypatch, capsys, raised, code, said):
+    def handler(args):
+        raise raised
+
+    _fake(monkeypatch, handler)
+    assert cli.main(["fake"]) == code
+    assert capsys.readouterr().err == said
+
+
+def test_defects_keep_their_traceback(monkeypatch):
+    _fake(monkeypatch, lambda args: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["fake"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["run"], "error: say which notebook, or --all"),
+        (["run", "--all", "-p", "a=1"], "error: -p belongs to one notebook, not to --all"),
+        (["run", "nothing-like-it"], "error: nothing-like-it is no notebook"),
+        (["book", "--scale", "huge"], "error: scale 'huge' is not known; allowed: cpu, gpu, mi355x"),
+    ],
+)
+def test_messages(argv, said, capsys):
+    assert cli.main(argv) == 1
+    out = capsys.readouterr()
+    assert out.err.startswith(said) and out.err.count("\n") == 1
+
+
+def test_parameters_of_a_chapter_are_listed(capsys):
+    assert cli.main(["run", "format", "--list"]) == 0
+    assert "scale_rule: str = 'even'" in capsys.readouterr().out
+
+
+def test_as_a_module_with_a_reader_that_leaves():
+    code = "import sys; sys.argv = ['mxfp4', '--help']; from mxfp4.experiments.cli import main; sys.exit(main())"
+    done = subprocess.run(f'{sys.executable} -c "{code}" | head -c 1', shell=True, capture_output=True, text=True)
+    assert done.stdout == "u" and "Traceback" not in done.stderr

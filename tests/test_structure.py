@@ -1,0 +1,74 @@
+"""The house rules that a reader relies on: imports go down the storeys, files stay short, nothing names a machine."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+STOREYS = ("numerics", "training", "experiments")
+MAX_LINES = 450
+SOURCES = sorted((ROOT / "mxfp4").rglob("*.py"))
+
+
+def _storey(module: str) -> int:
+    """0, 1, 2 for mxfp4.<storey>...; -1 for what all may import."""
+    parts = module.split(".")
+    return STOREYS.index(parts[1]) if parts[0] == "mxfp4" and len(parts) > 1 and parts[1] in STOREYS else -1
+
+
+def _imports(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} has a relative import"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.relative_to(ROOT / "mxfp4").as_posix())
+def test_imports_only_go_down_the_storeys(path):
+    parts = path.relative_to(ROOT / "mxfp4").parts
+    if parts[0] not in STOREYS:
+        return  # the public API
+    level = STOREYS.index(parts[0])
+    up = [name for name in _imports(path) if _storey(name) > level]
+    assert not up
+
+
+def _tracked() -> list[Path]:
+    """Files under version control; outside a checkout, everything that would be."""
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    names = listed.stdout.splitlines() if listed.returncode == 0 else []
+    return [ROOT / n for n in names if (ROOT / n).is_file()] or [*SOURCES, *sorted((ROOT / "book").glob("*.md"))]
+
+
+TRACKED = _tracked()
+
+
+def test_no_file_is_long():
+    code = [p for p in TRACKED if p.suffix in (".py", ".js", ".css", ".md") or p.name == "Makefile"]
+    long = {p.name: n for p in code if (n := len(p.read_text().splitlines())) > MAX_LINES}
+    assert long == {}
+
+
+MACHINE = re.compile(
+    r"(?<![\w.])/(?:home|root|Users|work|scratch|mnt|opt/dev)/\w|\bpypi\.org|files\.pythonhosted|registry\.npmjs|download\.pytorch\.org"
+)
+
+
+def test_no_path_of_a_machine_and_no_registry_host():
+    text = [p for p in TRACKED if p.suffix not in (".parquet", ".png") and p != Path(__file__)]
+    found = [f"{p.relative_to(ROOT)}: {m[0]}" for p in text for m in MACHINE.finditer(p.read_text(errors="ignore"))]
+    assert found == []
+
+
+def test_every_module_says_what_it_is():
+    silent = [p.name for p in SOURCES if p.read_text().strip() and not ast.get_docstring(ast.parse(p.read_text()))]
+    assert silent == []
