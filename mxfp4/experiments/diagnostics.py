@@ -97,7 +97,13 @@ def summary(rows: pd.DataFrame, by: Iterable[str]) -> pd.DataFrame:
 
 
 def measured(frame: pd.DataFrame, arm: str, wanted: Iterable[str] = (), metric: str = "error") -> list[str]:
-    """The recipes that were applied to the tensors of `arm`, those of `wanted` first and alone if there are any."""
+    """The recipes that were applied to the tensors of `arm`, those of `wanted` first and alone if there are any.
+
+    Empty where the metric does not apply to any of them. Raises NoProbe for an arm that was not probed.
+    """
+    if arm not in set(frame["arm"]):
+        probed = ", ".join(frame["arm"].unique()) or "none"
+        raise NoProbe(f"arm {arm!r} was not probed in these records; probed arms: {probed}")
     there = frame[(frame["arm"] == arm) & (frame["metric"] == metric) & (frame["layer"] != "all")]["recipe"].unique()
     return [name for name in wanted if name in there] or list(there)
 

@@ -176,7 +176,7 @@ def explanation(study: Study, source: str = "bf16") -> Finding:
     numbers = kept.join(gaps.rename("loss gap")).reindex([n for n in FP4_SCOPE if n in kept.index])
     fixed, redrawn = (kept.loc[[n for n in names if n in kept.index]] for names in (FIXED, REDRAWN))
     if fixed.empty or redrawn.empty:
-        return Finding(f"Not tested: {source} was not probed under both fixed and redrawn recipes.", numbers)
+        return Finding(f"Not tested: {source} was not probed under both fixed and redrawn recipes.", numbers.reset_index())
     holds = fixed["low"].min() > redrawn["high"].max()
     text = (
         f"The premise {'holds' if holds else 'does not hold'} on the tensors of {source}: from one step to the next the "
