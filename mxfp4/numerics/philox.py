@@ -41,10 +41,14 @@ def philox(seed: Tensor, index: Tensor, purpose: int, stream: int) -> tuple[Tens
     return c0, c1, c2, c3
 
 
-def random16(seed: Tensor, shape: tuple[int, ...], stream: int) -> Tensor:
-    """Uniform 16-bit integers (int32) for a tensor of `shape`, whose last size is a multiple of 8."""
+def random16(seed: Tensor, shape: tuple[int, ...], stream: int, first: int = 0) -> Tensor:
+    """Uniform 16-bit integers (int32) for a tensor of `shape`, whose last size is a multiple of 8.
+
+    `first`, a multiple of 8, is the index of its first element in the tensor that it is a part of.
+    """
     calls = torch.Size(shape).numel() // 8
-    words = philox(seed, torch.arange(calls, device=seed.device), FOR_ROUNDING, stream)
+    index = torch.arange(first // 8, first // 8 + calls, device=seed.device)
+    words = philox(seed, index, FOR_ROUNDING, stream)
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     return torch.stack(halves, dim=-1).to(torch.int32).view(shape)
 

@@ -156,7 +156,9 @@ def _prepare(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream)
         check_multiple(x, axis, hadamard.size, "the Hadamard size")
     if block == "2d":
         if x.ndim < 2 or _negative(axis, x.ndim) < -2:
-            raise ValueError(f"2D blocks need axis -1 or -2 of at least 2 axes, got axis={axis}, shape {tuple(x.shape)}")
+            raise ValueError(
+                f"2D blocks need axis -1 or -2 of at least 2 axes, got axis={axis}, shape {tuple(x.shape)}"
+            )
         other = -3 - _negative(axis, x.ndim)
         if x.shape[other] % BLOCK:
             raise ValueError(

@@ -25,9 +25,13 @@ def any_bits(shape, dtype, seed: int):
     g = torch.Generator().manual_seed(seed)
     top = torch.randint(0, 256, (*shape[:-1], 1), generator=g)
     exponent = (top - torch.randint(0, 12, shape, generator=g)).clamp(min=0)
-    bits = (exponent << 23) | torch.randint(0, 2**23, shape, generator=g) | (torch.randint(0, 2, shape, generator=g) << 31)
+    bits = (
+        (exponent << 23) | torch.randint(0, 2**23, shape, generator=g) | (torch.randint(0, 2, shape, generator=g) << 31)
+    )
     x = (bits - ((bits >> 31) << 32)).to(torch.int32).view(torch.float32)
-    x = torch.where(torch.rand(shape, generator=g) < 0.2, (x.view(torch.int32) & -(1 << 18)).view(torch.float32), x)  # ties
+    x = torch.where(
+        torch.rand(shape, generator=g) < 0.2, (x.view(torch.int32) & -(1 << 18)).view(torch.float32), x
+    )  # ties
     return torch.where(torch.rand(shape, generator=g) < 0.1, -0.0, x).to(dtype)
 
 
@@ -60,7 +64,9 @@ def check(x, row, col, key: int = 2**40 + 17):
     x = x.to(DEVICE) if x.device.type != DEVICE else x
     ours = load("quantize_triton").quantize_matrix(x, row, col, seed)
     theirs = twin.quantize_matrix(x, row, col, seed)
-    for name, a, b in zip(("row values", "row scales", "col values", "col scales"), sum(ours, ()), sum(theirs, ()), strict=True):
+    for name, a, b in zip(
+        ("row values", "row scales", "col values", "col scales"), sum(ours, ()), sum(theirs, ()), strict=True
+    ):
         assert same(a, b), f"{name} differ for {row} / {col}"
 
 
@@ -93,7 +99,9 @@ def test_any_combination_of_1d_blocks(row, col, dtype, batch, data, seed, layout
 TWO_D = [
     (elem, sr, h, signs, out)
     for (elem, sr), (h, signs), out in itertools.product(
-        [("e2m1", False), ("e2m1", True), ("e5m2", False)], [(0, False), (16, True), (64, False)], [None, torch.bfloat16]
+        [("e2m1", False), ("e2m1", True), ("e5m2", False)],
+        [(0, False), (16, True), (64, False)],
+        [None, torch.bfloat16],
     )
 ]
 

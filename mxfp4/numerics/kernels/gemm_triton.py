@@ -130,7 +130,9 @@ def _unpack_kernel(data, scale, out, rows, K, BLOCKS: tl.constexpr, PER_BYTE: tl
     value = ((magnitude + ((127 - BIAS) << MBITS)) << (23 - MBITS)).to(tl.float32, bitcast=True)
     below = magnitude.to(tl.float32) * (2.0 ** (1 - BIAS - MBITS))
     value = tl.where(magnitude < (1 << MBITS), below, value)
-    byte = tl.load(scale + block // per_row // SCALE_ROWS * per_row + block % per_row, mask=inside, other=0).to(tl.int32)
+    byte = tl.load(scale + block // per_row // SCALE_ROWS * per_row + block % per_row, mask=inside, other=0).to(
+        tl.int32
+    )
     bits = tl.where(byte == 0, 0x00400000, byte << 23)  # 2^-127 is an FP32 subnormal
     bits = tl.where(byte == 255, 0x7FC00000, bits)
     bits = bits[:, None] | tl.where(codes >= SIGN, -0x80000000, 0)

@@ -54,10 +54,13 @@ def block_amax(x: Tensor, block: str) -> Tensor:
     return amax.unflatten(-2, (-1, BLOCK)).amax(-2) if block == "2d" else amax
 
 
-def round_in_blocks(x: Tensor, spec: BlockSpec, signs: Tensor | None, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+def round_in_blocks(
+    x: Tensor, spec: BlockSpec, signs: Tensor | None, seed: Tensor | None, first: int = 0
+) -> tuple[Tensor, Tensor]:
     """FP32 [..., K] -> (element values on the grid of `spec.fmt`, FP32 [..., K]; scale bytes, uint8 per block).
 
-    The elements of a block that holds NaN or infinity are 0; its byte, 255, makes every value NaN.
+    The elements of a block that holds NaN or infinity are 0; its byte, 255, makes every value NaN. `first` is the index
+    of the first element in the whole tensor.
     """
     if spec.hadamard:
         x = rotate_last(x, spec.hadamard, signs)
@@ -65,22 +68,24 @@ def round_in_blocks(x: Tensor, spec: BlockSpec, signs: Tensor | None, seed: Tens
     wide = spread(byte, spec.block)
     scaled = torch.where(wide == E8M0_NAN, 0.0, x * inverse_scale(wide))
     if spec.stochastic:
-        return round_stochastic(scaled, spec.fmt, random16(seed, scaled.shape, spec.stream)), byte
+        return round_stochastic(scaled, spec.fmt, random16(seed, scaled.shape, spec.stream, first)), byte
     return round_nearest(scaled, spec.fmt), byte
 
 
-def quantize_packed(x: Tensor, spec: BlockSpec, signs: Tensor | None, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+def quantize_packed(
+    x: Tensor, spec: BlockSpec, signs: Tensor | None, seed: Tensor | None, first: int = 0
+) -> tuple[Tensor, Tensor]:
     """FP32 [..., K] -> (codes, uint8 [..., K/2] for E2M1 else [..., K]; scale bytes)."""
-    value, byte = round_in_blocks(x, spec, signs, seed)
+    value, byte = round_in_blocks(x, spec, signs, seed, first)
     code = encode(value, spec.fmt)
     return (pack_nibbles(code) if spec.fmt.bits == 4 else code), byte
 
 
 def quantize_dequantize(
-    x: Tensor, spec: BlockSpec, signs: Tensor | None, seed: Tensor | None, dtype: torch.dtype
+    x: Tensor, spec: BlockSpec, signs: Tensor | None, seed: Tensor | None, dtype: torch.dtype, first: int = 0
 ) -> Tensor:
     """FP32 [..., K] -> the values that `quantize_packed` stands for, in `dtype`, still in the rotated basis."""
-    value, byte = round_in_blocks(x, spec, signs, seed)
+    value, byte = round_in_blocks(x, spec, signs, seed, first)
     return (value * spread(e8m0_value(byte), spec.block)).to(dtype)
 
 
@@ -94,12 +99,34 @@ def quantize_matrix(
     [batch, R/32, C/32]; with a dtype they are [batch, R, C] and None. For `col` the same of the transpose.
     """
 
-    def one(data: Tensor, how: Orientation | None) -> Outputs:
-        if how is None:
-            return None, None
-        data = data.contiguous().float()
-        if how.dtype is None:
-            return quantize_packed(data, how.spec, how.signs, seed)
-        return quantize_dequantize(data, how.spec, how.signs, seed, how.dtype), None
+    return _one(x, row, seed), _one(x.transpose(1, 2), col, seed)
 
-    return one(x, row), one(x.transpose(1, 2), col)
+
+CHUNK = 1 << 16  # elements that the CPU works on at a time: what its operations hand each other stays in the cache
+
+
+def _one(x: Tensor, how: Orientation | None, seed: Tensor | None) -> Outputs:
+    if how is None:
+        return None, None
+    batch, lines, k = x.shape
+    step = max(CHUNK // max(k, 1) // BLOCK, 1) * BLOCK if x.device.type == "cpu" else max(lines, 1)
+    if step >= lines:
+        return _part(x, how, seed, 0)
+    parts = [
+        _part(x[b : b + 1, i : i + step], how, seed, (b * lines + i) * k)
+        for b in range(batch)
+        for i in range(0, lines, step)
+    ]
+
+    def whole(tensors: tuple[Tensor | None, ...]) -> Tensor | None:
+        return None if tensors[0] is None else torch.cat(tensors, dim=1).view(batch, -1, tensors[0].shape[-1])
+
+    values, scales = zip(*parts, strict=True)
+    return whole(values), whole(scales)
+
+
+def _part(x: Tensor, how: Orientation, seed: Tensor | None, first: int) -> Outputs:
+    x = x.contiguous().float()
+    if how.dtype is None:
+        return quantize_packed(x, how.spec, how.signs, seed, first)
+    return quantize_dequantize(x, how.spec, how.signs, seed, how.dtype, first), None

@@ -361,7 +361,9 @@ def _tiling(row: Orientation | None, col: Orientation | None) -> dict:
     tiling = {"TM": max(64, group), "TN": 128, "P": 128, "V": max(64 // group, 1), "SYNC": False, "num_warps": 4}
     if group == BLOCK and row is None and col and col.dtype is None and not col.spec.stochastic:
         tiling |= {"TM": 128, "V": 4}
-    plain = [how for how in (row, col) if how and how.dtype is None and how.spec.block == "1d" and not how.spec.hadamard]
+    plain = [
+        how for how in (row, col) if how and how.dtype is None and how.spec.block == "1d" and not how.spec.hadamard
+    ]
     if len(plain) == 2 and not any(how.spec.stochastic for how in plain):
         tiling |= {"TN": 256, "P": 256, "SYNC": True, "num_warps": 8}
     return tiling
