@@ -83,6 +83,19 @@ def test_everything_that_gets_installed_is_pinned():
         assert name in PINS, f"{name} is installed but not in constraints.txt"
 
 
+def test_every_pin_takes_the_first_release_of_each_python():
+    """Debian 12 has 3.11.2, and a package may ask for 3.11.5."""
+    firsts = [f"{v}.0" for v in ("3.11", "3.12", "3.13")]
+    for name, pin in PINS.items():
+        try:
+            found = metadata.metadata(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if found["Version"] == pin:
+            asked = SpecifierSet(found["Requires-Python"] or "")
+            assert all(first in asked for first in firsts), f"{name}=={pin} needs Python {asked}"
+
+
 def test_data_wheels_are_pinned_with_hashes():
     lines = [x for x in (ROOT / "requirements-data.txt").read_text().splitlines() if not x.startswith("#")]
     pins = dict(re.fullmatch(r"([\w-]+)==([\d.]+) --hash=sha256:[0-9a-f]{64}", line).groups() for line in lines)

@@ -23,6 +23,7 @@ class Page(HTMLParser):
 
     def __init__(self, dom: str, requests: list[str]):
         super().__init__()
+        self.dom = dom
         self.requests = requests
         """Addresses on other hosts that the page itself asked for."""
         self.charts: list[Chart] = []
@@ -57,13 +58,13 @@ class Chart:
     still_shown: bool = False
 
 
-def open_page(page: Path, folder: Path, *, dark: bool = False, width: int = 1300) -> Page:
+def open_page(page: Path, folder: Path, *, query: str = "", dark: bool = False, width: int = 1300) -> Page:
     """Open the file `page`; `folder` takes the browser's profile and log."""
     log = folder / "net.json"
     colours = ["--blink-settings=preferredColorScheme=0"] if dark else []
     done = subprocess.run(
         [BROWSER, *_FLAGS, *colours, f"--user-data-dir={folder / 'profile'}", f"--window-size={width},1200",
-         f"--log-net-log={log}", "--virtual-time-budget=15000", "--dump-dom", page.as_uri()],
+         f"--log-net-log={log}", "--virtual-time-budget=15000", "--dump-dom", page.as_uri() + query],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.stdout, done.stderr[-2000:]

@@ -44,6 +44,12 @@ def test_charts_draw_on_a_phone(site, tmp_path):
 
 
 @needs_browser
+def test_search_finds_pages_from_a_file(site, tmp_path):
+    page = open_page(site / "search.html", tmp_path, query="?q=charts")
+    assert '<li><a href="charts.html"' in page.dom
+
+
+@needs_browser
 def test_still_picture_stays_without_the_bundle(site, tmp_path):
     bundle = site / "_static" / "vega" / "vega.js"
     kept = bundle.with_suffix(".kept")
