@@ -70,7 +70,7 @@ book: env ## build the site from the executed notebooks (runs nothing)
 
 run: env data ## run one notebook: make run NB=NAME P="name=value ..."
 	@[ -n "$(NB)" ] || { echo "error: say which notebook, e.g. make run NB=format P=\"seed=1\""; exit 1; }
-	@$(MXFP4) run $(NB) $(if $(filter auto,$(SCALE)),,--scale $(SCALE)) $(if $(P),-p $(P))
+	@$(MXFP4) run $(NB) $(if $(filter scale=%,$(P)),,--scale $(AT)) $(if $(P),-p $(P))
 
 serve: ## look at the site at http://127.0.0.1:8000 (it also opens as a file)
 	@[ -f book/_build/html/index.html ] || { echo "error: no site yet: make reproduce, or make book"; exit 1; }

@@ -86,12 +86,6 @@ def tally_html(verdicts: Sequence[Verdict]) -> str:
     return f'<p class="mx-tally">{badges}</p>'
 
 
-def tally_text(verdicts: Sequence[Verdict]) -> str:
-    """One sentence: how many claims, and how many of each verdict."""
-    counts = Counter(v.verdict for v in verdicts)
-    return f"{len(verdicts)} claims: " + ", ".join(f"{counts[n]} {n}" for n in VERDICTS if counts[n])
-
-
 def _badge(verdict: str) -> str:
     return f'<span class="mx-verdict mx-v-{_CLASS.get(verdict, "none")}">{html.escape(verdict)}</span>'
 

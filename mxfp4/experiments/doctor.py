@@ -22,7 +22,7 @@ NEEDED = (
     "torch", "numpy", "pandas", "pyarrow", "tokenizers", "datasets", "tqdm", "altair", "vl-convert-python",
     "papermill", "jupytext", "jupyter-book",
 )  # fmt: skip
-OPTIONAL = ("triton", "torchtitan", "transformers")
+OPTIONAL = {"triton": "the plain PyTorch kernels are used, slower on a GPU; PyTorch for a GPU brings it"}
 DISK_GB = 2.0  # scale cpu: corpora, records, checkpoints, site
 MEMORY_GB = 3.0
 C4_PACKED_GB = 175.0  # 256 shards x 356,318 documents x about 480 tokens x 4 bytes
@@ -77,13 +77,8 @@ def _packages() -> list[Check]:
         version = _version(package)
         advice = "" if version else f"run `make env` or `pip install {package}`"
         checks.append(Check(package, "ok" if version else "missing", version or "not installed", advice))
-    for package in OPTIONAL:
+    for package, why in OPTIONAL.items():
         version = _version(package)
-        why = {
-            "triton": "the plain PyTorch kernels are used, slower on a GPU; PyTorch for a GPU brings it",
-            "torchtitan": "needed only beyond one node: `pip install 'mxfp4[titan]'`",
-            "transformers": "needed only to convert Hugging Face models: `pip install 'mxfp4[hf]'`",
-        }[package]
         checks.append(
             Check(package, "ok" if version else "note", version or "not installed", "" if version else why)
         )
@@ -125,7 +120,7 @@ def _no_gpu(torch) -> Check:
             "device", "note", "CPU; an AMD GPU is there without rights to it", "join groups render and video"
         )
     if kfd.exists() and not torch.version.hip:
-        advice = "install PyTorch for ROCm: see README, MI355X"
+        advice = "install PyTorch for ROCm: see README, Larger machines"
         return Check("device", "note", "CPU; an AMD GPU is there, this PyTorch is not the ROCm one", advice)
     if nvidia.exists() and not torch.version.cuda:
         return Check(
@@ -142,11 +137,11 @@ def _no_gpu(torch) -> Check:
 
 
 def _compiler() -> Check:
-    found = next((c for c in (os.environ.get("CXX"), "c++", "g++", "clang++") if c and shutil.which(c)), None)
+    found = next((c for c in (os.environ.get("CC"), "cc", "gcc", "clang") if c and shutil.which(c)), None)
     if found:
-        return Check("C++ compiler", "ok", shutil.which(found) or found)
+        return Check("C compiler", "ok", shutil.which(found) or found)
     return Check(
-        "C++ compiler", "note", "none", "runs are slower without torch.compile; `apt install g++` brings one"
+        "C compiler", "note", "none", "the CPU quantizes slower without; `apt install gcc libc6-dev` brings one"
     )
 
 

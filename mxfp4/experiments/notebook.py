@@ -158,7 +158,7 @@ def run_key(source: Source, values: Mapping[str, Any], scale: str) -> str:
 def package_fingerprint() -> str:
     """SHA-256 over the package's own source files, by name."""
     root = Path(mxfp4.__file__).parent
-    return _hash_files(root, sorted(root.rglob("*.py")))
+    return _hash_files(root, sorted(p for p in root.rglob("*") if p.suffix in (".py", ".c")))
 
 
 def records_fingerprint() -> str:

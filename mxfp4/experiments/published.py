@@ -142,7 +142,6 @@ perplexity)."""
 SEQUENCE = 8192
 EVAL_EVERY = 12_288
 """Sequences between evaluations."""
-EVAL_TOKENS = 8_388_608
 REFERENCE_SAMPLES = (179_405, 7_351)
 """BF16 reference points at batch 32: samples to target, and their spread."""
 RUNS_PER_SET = 10

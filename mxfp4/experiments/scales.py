@@ -117,7 +117,7 @@ GPU = Scale(
     compile=True,
 )
 
-# Llama 3.1-8B by the MLPerf v5.1 rules (papers.md: sequence 8192, global batch 32, evaluation every 12,288
+# Llama 3.1-8B by the MLPerf v5.1 rules (sequence 8192, global batch 32, evaluation every 12,288
 # sequences on 1,024, cosine over 1.2 M steps from 8e-4, target 3.3). The budget is twice the reference's
 # 179,405 sequences.
 MI355X = Scale(

@@ -1,6 +1,7 @@
 """NVFP4 values: E2M1 elements in blocks of 16 with E4M3 scales, under one FP32 scale a tensor.
 
-Source: NVIDIA, "Pretraining Large Language Models with NVFP4" (2025). Here for comparison with MXFP4, in plain torch, as values only: nothing is packed.
+Source: NVIDIA, "Pretraining Large Language Models with NVFP4" (2025). Here for comparison
+with MXFP4, in plain torch, as values only: nothing is packed.
 
 With t = 448 * 6 / amax(tensor), a block's scale is s = E4M3(t * amax(block) / 6) and an element q = E2M1(x * t / s);
 x stands for q * s / t. q * s has at most six significant bits and is exact in BF16.

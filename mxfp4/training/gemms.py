@@ -1,8 +1,8 @@
 """The three GEMMs of a linear layer on quantized operands.
 
 Each operand is quantized from its high-precision source along the axis that its GEMM contracts, so X, W and G are
-each quantized twice, in two orientations, and never from an already quantized copy. 2D blocks without a rotation are
-the exception that P2 is about: one quantization serves both orientations.
+each quantized twice, in two orientations, and not from an already quantized copy (unless a recipe says `requantize`).
+2D blocks, rotated along both axes or neither, are what P2 is about: one quantization serves both orientations.
 
     fprop  Y  [T, N] = X [T, K] . W [N, K]       contracts K
     dgrad  dX [T, K] = G [T, N] . W^T [K, N]     contracts N
@@ -165,15 +165,6 @@ def product(
     if op.two_sided:  # the contracted axes cancelled, the outer ones are still rotated
         y = rotate_both(y, ROTATION[op.hadamard].size)
     return y.to(out_dtype)
-
-
-def quantized_gemm(
-    which: str, a: Tensor, b: Tensor, layer_recipe: Recipe, seed: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    """One of the three GEMMs from its high-precision tensors: fprop(X, W), dgrad(G, W), wgrad(G, X)."""
-    sides = zip((a, b), TENSORS[which], strict=True)
-    operands = (operand(t, which, name, layer_recipe, seed) for t, name in sides)
-    return product(which, *operands, layer_recipe, out_dtype)
 
 
 def _axes_cut(which: str, name: str, op: Operand) -> tuple[int, ...]:

@@ -63,7 +63,8 @@ class MXFP4Linear(nn.Linear):
     """nn.Linear, its GEMMs quantized by a recipe. Same parameters, same shapes, same state_dict.
 
     recipe: a recipe's name or a Recipe; `fqn`: the layer's full name, which picks the recipe's overrides and, with
-    `n_layers`, whether it belongs to a tail in BF16, and with `seed`, the layer's random numbers. Every forward draws new ones; `set_step` makes them a function of the step.
+    `n_layers`, whether it belongs to a tail in BF16, and with `seed`, the layer's random numbers. Every forward draws
+    new ones; `set_step` makes them a function of the step.
     Raises ValueError where a feature size is not a multiple of what the recipe's blocks and rotations need.
     """
 
@@ -117,7 +118,7 @@ class MXFP4Linear(nn.Linear):
 
 
 def default_filter(module: nn.Module, fqn: str) -> bool:
-    """Every linear layer but the LM head and the routers of a mixture of experts. Embeddings and norms are no linears."""
+    """Every linear layer but the LM head and routers (DEFAULT_SKIP). Embeddings and norms are no linears."""
     return fqn.rpartition(".")[2] not in DEFAULT_SKIP
 
 

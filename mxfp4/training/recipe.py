@@ -315,5 +315,3 @@ def recipe(name: str | Recipe) -> Recipe:
             )
         result = MODIFIERS[modifier](result)
     return result
-
-

@@ -32,7 +32,7 @@ def status(name: str) -> doctor.Check:
 def test_covers_what_decides_whether_things_work():
     names = {c.name for c in doctor.diagnose()}
     assert names >= {
-        "python", "torch", "triton", "jupyter-book", "datasets", "device", "path", "C++ compiler", "browser",
+        "python", "torch", "triton", "jupyter-book", "datasets", "device", "path", "C compiler", "browser",
         "packed corpora", "corpus prose", "corpus technical", "corpus c4", "disk", "memory", "network",
     }  # fmt: skip
 

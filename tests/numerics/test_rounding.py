@@ -15,7 +15,7 @@ import mxfp4
 from mxfp4.numerics.formats import ELEMS, encode
 from mxfp4.numerics.rounding import round_nearest, round_stochastic
 
-# Seven points, one in each interval of E2M1, from cases/README.md, and points of the FP8 formats: normal, below
+# Seven points, one in each interval of E2M1, and points of the FP8 formats: normal, below
 # min_normal, below the smallest value.
 SR_POINTS = {
     "e2m1": [0.55, 1.1, 1.75, 2.2, 3.3, 4.4, 5.9, 0.2, 0.0004],
@@ -97,7 +97,7 @@ def test_stochastic_is_unbiased(elem, point, sign):
 
 @pytest.mark.parametrize("rule, biased", [("floor", True), ("even", True), ("ceil", False), ("rceil", False)])
 def test_stochastic_at_the_block_maximum_is_biased_only_where_the_rule_clips(rule, biased):
-    """papers.md: SR on a clipping rule is biased low at the block maximum; on rceil it is not."""
+    """SR on a clipping rule is biased low at the block maximum; on rceil it is not."""
     x = torch.zeros(50_000, 32)
     x[:, 0] = 6.9
     got = mxfp4.fake_quantize(x, scale_rule=rule, rounding="stochastic", seed=1)[:, 0].double()

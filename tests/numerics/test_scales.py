@@ -44,7 +44,7 @@ def test_any_amax(elem, rule, bits):
     ("floor", 4, 8, False), ("even", 3.5, 7, False), ("ceil", 2, 4, True), ("rceil", 3, 6, True),
 ])  # fmt: skip
 def test_where_amax_over_scale_lies(rule, low, high, closed_high):
-    """The ranges that papers.md and the module's table state for E2M1."""
+    """The ranges that the module's table states for E2M1."""
     amax = torch.logspace(-30, 30, 20001, base=2.0)
     ratio = amax.double() * inverse_scale(ours(amax, ELEMS["e2m1"], rule)).double()
     assert ratio.min() >= low and ratio.max() <= high
