@@ -120,7 +120,7 @@ def run_notebook(
     scale = scale or values.get("scale", "cpu")
     if scale not in SCALES:
         raise UserError(f"scale {scale!r} is not known; allowed: {', '.join(SCALES)}")
-    target = _inside(runs_dir() / "notebooks" / scale / f"{read.name}.ipynb")
+    target = _inside(runs_dir() / "notebooks" / scale / f"{_result_name(read, values)}.ipynb")
     if not force and _key_of(target) == run_key(read, values, scale):
         return Run(target, skipped=True, seconds=0.0)
 
@@ -141,6 +141,20 @@ def run_notebook(
     tidy(executed, read.name, about)
     _write(executed, target)
     return Run(target, skipped=False, seconds=time.monotonic() - started)
+
+
+def _result_name(source: Source, values: Mapping[str, Any]) -> str:
+    """The name of a result: the chapter's own for the book's page, with a digest for anything else.
+
+    So a chapter run with other parameters, or another file that is called like one, leaves the book's page alone.
+    """
+    other = {n: v for n, v in values.items() if n != "scale" and v != source.parameters[n].default}
+    if source.path.resolve().parent == (project_dir() / "book").resolve():
+        if not other:
+            return source.name
+        return f"{source.name}-{hashlib.sha256(json.dumps(_plain(other), sort_keys=True).encode()).hexdigest()[:8]}"
+    where = f"{source.path.resolve()}\0{json.dumps(_plain(other), sort_keys=True)}"
+    return f"{source.name}-{hashlib.sha256(where.encode()).hexdigest()[:8]}"
 
 
 def run_key(source: Source, values: Mapping[str, Any], scale: str) -> str:
@@ -217,7 +231,7 @@ def _keep_failed(half_run: Path, name: str, scale: str) -> str:
     node = nbformat.read(half_run, as_version=4)
     tidy(node, name, {"source": f"{name}.md", "scale": scale, "failed": True})
     _write(node, kept)
-    return f" (half-run notebook: {_shown(kept)})"
+    return f" (half-run notebook: {shown(kept)})"
 
 
 def _transport(temporary: Path) -> dict[str, str]:
@@ -306,7 +320,7 @@ def _inside(path: Path) -> Path:
     return path
 
 
-def _shown(path: Path) -> str:
+def shown(path: Path) -> str:
     """A path as the user would type it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 

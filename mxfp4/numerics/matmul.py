@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from mxfp4.numerics.formats import one_of
+from mxfp4.numerics.formats import elem_format, one_of, pack_nibbles
+from mxfp4.numerics.path import matmul_path
 from mxfp4.numerics.tensor import MXTensor
 
 OUT_DTYPES = (torch.float32, torch.bfloat16)
@@ -36,8 +39,22 @@ def matmul(a: MXTensor, b: MXTensor, out_dtype: torch.dtype = torch.float32) -> 
         raise ValueError(f"operands are on different devices: {a.device} and {b.device}")
     if a.hadamard != b.hadamard or (a.signs is not None and not torch.equal(a.signs, b.signs)):
         raise ValueError(f"rotations differ and would not cancel: a has {a.hadamard}, b has {b.hadamard}")
+    if matmul_path(a.device) == "native":
+        from mxfp4.numerics.kernels import gemm_triton
+
+        out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+        return gemm_triton.gemm(_packed_along_k(a), _packed_along_k(b), out)
     dtype = gemm_dtype(a.device)
     return gemm(a.dequantize(dtype), b.dequantize(dtype), out_dtype)
+
+
+def _packed_along_k(x: MXTensor) -> MXTensor:
+    """`x` [rows, K] with its codes stored K last: square blocks of a transpose are packed anew, not quantized anew."""
+    if x.axis == -1:
+        return x
+    code = x.codes().t().contiguous()
+    qdata = pack_nibbles(code) if elem_format(x.elem).bits == 4 else code
+    return replace(x, qdata=qdata, scale=x.scale.t().contiguous(), axis=-1)
 
 
 def gemm_dtype(device: torch.device) -> torch.dtype:

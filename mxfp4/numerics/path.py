@@ -1,4 +1,7 @@
-"""Which road a GEMM of quantized operands takes on a device: the one place that decides."""
+"""Which road `mxfp4.matmul` takes on a device: the one place that decides.
+
+The layers have one road so far, the emulated one on every device (`training.gemms.PATH`, which records hold).
+"""
 
 from __future__ import annotations
 

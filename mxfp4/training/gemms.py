@@ -25,6 +25,9 @@ from mxfp4.numerics.quantize import fake_quantize, fake_quantize_pair
 from mxfp4.numerics.rounding import round_stochastic
 from mxfp4.training.recipe import GEMMS, ROTATIONS, TENSORS, Operand, Recipe
 
+PATH = "emulated"
+"""How a layer multiplies FP4: dequantized operands in the library's GEMM, see `numerics.path`. Part of a run's key."""
+
 # Streams of random numbers, one an operand. `fake_quantize` takes the signs of a rotation from stream // 2, so the
 # two operands of a GEMM rotate alike.
 STREAMS = {key: i for i, key in enumerate((g, t) for g in GEMMS for t in TENSORS[g])}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
@@ -153,7 +153,8 @@ class Recipe:
             return Recipe(self.name, **BASES["bf16"])
         for override in self.overrides:
             if override.matches(fqn):
-                return Recipe(self.name, override.fprop, override.dgrad, override.wgrad)
+                gemms = {gemm: getattr(override, gemm) for gemm in GEMMS}
+                return replace(self, **gemms, overrides=(), bf16_tail=0.0)
         return replace(self, overrides=(), bf16_tail=0.0)
 
     def operands(self) -> dict[tuple[str, str], Operand]:
@@ -202,6 +203,9 @@ def _build(cls, data):
     made = {k: _build(parts[k], v) if k in parts else v for k, v in data.items()}
     if "overrides" in made:
         made["overrides"] = tuple(_build(Override, o) for o in made["overrides"])
+    missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in made]
+    if missing:
+        raise ValueError(f"{cls.__name__} field {missing[0]!r} is missing; needed: {', '.join(missing)}")
     return cls(**made)
 
 
@@ -213,15 +217,17 @@ def _gemms(x: Operand, w: Operand, g: Operand) -> dict[str, Gemm]:
 
 
 def _change(r: Recipe, gemms: tuple[str, ...] = GEMMS, tensors: str = "xwg", **changes) -> Recipe:
-    """`r` with `changes` in its FP4 operands among `gemms` and `tensors`."""
-
-    def changed(op: Operand, tensor: str) -> Operand:
-        return replace(op, **changes) if op.format in FP4 and tensor in tensors else op
-
+    """`r` with `changes` in its FP4 operands among `gemms` and `tensors`; ValueError where there is none to change."""
+    reached = [(g, t) for (g, t), op in r.operands().items() if g in gemms and t in tensors and op.format in FP4]
+    if not reached:
+        raise ValueError(f"none of the operands that it would change is in FP4")
+    if "hadamard" in changes and any(r.operands()[key].hadamard for key in reached):
+        raise ValueError("those operands have a rotation already; allowed is one")
     new = {}
     for gemm in gemms:
-        pair, (a, b) = getattr(r, gemm), TENSORS[gemm]
-        new[gemm] = Gemm(changed(pair.a, a), changed(pair.b, b))
+        pair = getattr(r, gemm)
+        sides = zip((pair.a, pair.b), TENSORS[gemm], strict=True)
+        new[gemm] = Gemm(*(replace(op, **changes) if (gemm, t) in reached else op for op, t in sides))
     return replace(r, **new)
 
 
@@ -313,5 +319,8 @@ def recipe(name: str | Recipe) -> Recipe:
             raise ValueError(
                 f"modifier {modifier!r} of recipe {name!r} is not known; allowed: {', '.join(MODIFIERS)}"
             )
-        result = MODIFIERS[modifier](result)
+        try:
+            result = MODIFIERS[modifier](result)
+        except ValueError as error:
+            raise ValueError(f"modifier {modifier!r} of recipe {name!r}: {error}") from None
     return result

@@ -58,7 +58,8 @@ def test_runs_skips_and_runs_again_when_something_changed(project, monkeypatch):
     monkeypatch.chdir(project / "book")  # any folder below the checkout will do
     given = {"seed": "7", "fast": "yes", "seeds": "4, 5", "arm": "it's"}
     first = run_notebook(path, given)
-    assert first.path == project / "runs" / "notebooks" / "cpu" / "a.ipynb" and not first.skipped
+    assert first.path.parent == project / "runs" / "notebooks" / "cpu" and not first.skipped
+    assert first.path.name.startswith("a-")  # other parameters leave the book's page alone
     text = first.path.read_text()
     (out,) = [o for c in json.loads(text)["cells"] for o in c.get("outputs", [])]
     lines = "".join(out["text"]).splitlines()
@@ -211,3 +212,18 @@ def test_tidy_merges_streams_and_keeps_the_last_state_of_a_line():
 def test_paths_are_named_not_shown():
     assert without_paths(f"{Path.home()}/x.py:3") == "~/x.py:3"
     assert without_paths("/tmp/ipykernel_12/34.py:5: UserWarning") == "<cell>:5: UserWarning"
+
+
+def test_other_parameters_and_files_of_the_same_name_leave_the_books_page_alone(project):
+    path = write(project, SHOW)
+    page = run_notebook(path)
+    assert page.path.name == "a.ipynb"
+    text = page.path.read_text()
+    other = run_notebook(path, {"seed": "7"})
+    elsewhere = project / "elsewhere.d"
+    elsewhere.mkdir()
+    (elsewhere / "a.md").write_text(path.read_text())
+    foreign = run_notebook(elsewhere / "a.md")
+    assert len({page.path, other.path, foreign.path}) == 3
+    assert page.path.read_text() == text
+    assert run_notebook(path).skipped and run_notebook(path, {"seed": "7"}).skipped

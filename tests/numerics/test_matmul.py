@@ -156,3 +156,25 @@ def test_public_path():
 
     assert matmul_path("cpu") == matmul_path(torch.device("cpu")) == "emulated"
     assert mxfp4.matmul is matmul
+
+
+def test_the_native_road_gives_the_emulated_product(monkeypatch):
+    """On a chip with FP4 units `matmul` hands packed operands to the kernel; here Triton interprets it."""
+    import kernels
+
+    from mxfp4.numerics import matmul as module
+    from mxfp4.numerics import kernels as package
+
+    monkeypatch.setattr(package, "gemm_triton", kernels.load("gemm_triton"), raising=False)
+    torch.manual_seed(0)
+    cases = [
+        (mxfp4.quantize(torch.randn(33, 96)), mxfp4.quantize(torch.randn(68, 96))),
+        (mxfp4.quantize(torch.randn(96, 64), block="2d").t(), mxfp4.quantize(torch.randn(32, 96), block="2d")),
+    ]
+    for pair in cases:
+        a, b = (x.to(kernels.DEVICE) for x in pair)
+        emulated = mxfp4.matmul(a, b)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "matmul_path", lambda device: "native")
+            native = mxfp4.matmul(a, b)
+        torch.testing.assert_close(native, emulated, rtol=1e-5, atol=1e-4)

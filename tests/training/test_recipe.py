@@ -87,6 +87,11 @@ def test_a_recipe_is_immutable_and_prints_itself():
     (lambda: recipe("mxfp4+double+h16"), ("double", "rotation")),
     (lambda: Gemm(Operand("mxfp4", hadamard="h16"), Operand("mxfp4")), ("h16", "None")),
     (lambda: Recipe.from_json('{"name": "x", "fprop": {"a": {"colour": 1}}}'), ("colour", "block", "scale_rule")),
+    (lambda: recipe("bf16+h16"), ("bf16+h16", "h16", "FP4")),
+    (lambda: recipe("mxfp4-fprop+h16-wgrad"), ("h16-wgrad", "FP4")),
+    (lambda: recipe("mxfp4-fprop+sr-grad"), ("sr-grad", "FP4")),
+    (lambda: recipe("mxfp4+h16+rht16"), ("rht16", "rotation")),
+    (lambda: Recipe.from_json("{}"), ("name", "missing")),
     (lambda: Recipe.from_json('{"name": "x", "sprop": {}}'), ("sprop", "fprop")),
 ])  # fmt: skip
 def test_unknown_names_and_fields_are_refused_with_the_known_ones(make, words):

@@ -30,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when every notebook is there; a failing one ends as UserError, after the others have run."""
-    from mxfp4.experiments.notebook import chapter_sources, find_source, read_source, run_notebook
+    from mxfp4.experiments.notebook import chapter_sources, find_source, read_source, run_notebook, shown
     from mxfp4.experiments.parameters import split_pair
 
     if args.all == bool(args.notebook):
@@ -55,9 +55,8 @@ def run(args: argparse.Namespace) -> int:
             failures.append(str(error))
             print(f"{source.stem}: failed", flush=True)
             continue
-        shown = f"runs/{done.path.parent.parent.name}/{done.path.parent.name}/{done.path.name}"
         how = "already there" if done.skipped else f"run in {done.seconds:.0f} s"
-        print(f"{source.stem}: {how} ({shown})", flush=True)
+        print(f"{source.stem}: {how} ({shown(done.path)})", flush=True)
     if failures:
         raise UserError("; ".join(failures))
     return 0
