@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mxfp4.numerics.formats import elem_format, one_of, pack_nibbles
+from mxfp4.numerics.kernels import HAS_TRITON
 from mxfp4.numerics.path import matmul_path
 from mxfp4.numerics.tensor import MXTensor
 
@@ -45,7 +46,16 @@ def matmul(a: MXTensor, b: MXTensor, out_dtype: torch.dtype = torch.float32) -> 
         out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
         return gemm_triton.gemm(_packed_along_k(a), _packed_along_k(b), out)
     dtype = gemm_dtype(a.device)
-    return gemm(a.dequantize(dtype), b.dequantize(dtype), out_dtype)
+    return gemm(_values(a, dtype), _values(b, dtype), out_dtype)
+
+
+def _values(x: MXTensor, dtype: torch.dtype) -> Tensor:
+    """`x.dequantize(dtype)`, on a GPU in one kernel."""
+    if x.device.type == "cuda" and HAS_TRITON:
+        from mxfp4.numerics.kernels import gemm_triton
+
+        return gemm_triton.unpack(x, dtype).movedim(-1, x.axis)
+    return x.dequantize(dtype)
 
 
 def _packed_along_k(x: MXTensor) -> MXTensor:

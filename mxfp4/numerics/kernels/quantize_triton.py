@@ -63,6 +63,19 @@ def _amax(groups, P: tl.constexpr, B: tl.constexpr, HALVES: tl.constexpr):
 
 
 @triton.jit
+def _store(target, words, step, mask, P: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr):
+    """Words [P, 4, N] to `target` [P, 4], each 4 of a thread `step` beyond the 4 before."""
+    if N > 1:
+        even, odd = tl.split(tl.reshape(words, (P, 4, N // 2, 2)))
+        _store(target, even, step * 2, mask, P, N // 2, MASKED)
+        _store(target + step, odd, step * 2, mask, P, N // 2, MASKED)
+    elif MASKED:
+        tl.store(target, tl.reshape(words, (P, 4)), mask=mask)
+    else:
+        tl.store(target, tl.reshape(words, (P, 4)))
+
+
+@triton.jit
 def _write(groups, amax, values, scales, line0, blocks, line_limit, block_limit, first, seed, stream,
            P: tl.constexpr, G: tl.constexpr, ACROSS: tl.constexpr, LINE_STEP: tl.constexpr, SHIFT: tl.constexpr,
            MODE: tl.constexpr, MBITS: tl.constexpr, BIAS: tl.constexpr, EMAX: tl.constexpr, MAX_CODE: tl.constexpr,
@@ -104,14 +117,12 @@ def _write(groups, amax, values, scales, line0, blocks, line_limit, block_limit,
         else:
             word = tl.where(tl.reshape(bad, (P, B, 1)), 0, tl.reshape(word, (P, B, W // B)))
             word = tl.reshape(word, (P, W))
-        target = values + (at * (W // B))[:, None] + tl.arange(0, W)[None, :]
+        target = values + (at * (W // B))[:, None] + tl.arange(0, 4)[None, :]
+        word = tl.permute(tl.reshape(word, (P, W // 4, 4)), (0, 2, 1))
+        _store(target, word, 4, inside[:, None], P, W // 4, MASKED)
         if TWO_D:
             at = line // 32 * blocks + block
         scale_target = scales + at[:, None] + tl.arange(0, B)[None, :]
-        if MASKED:
-            tl.store(target, word, mask=inside[:, None])
-        else:
-            tl.store(target, word)
         if TWO_D:
             tl.store(scale_target, byte.to(tl.uint8), mask=(inside & (line % 32 == 0))[:, None])
         elif MASKED:
@@ -137,8 +148,13 @@ def _write(groups, amax, values, scales, line0, blocks, line_limit, block_limit,
 
 
 @triton.jit
-def _load(source, mask, MASKED: tl.constexpr, POLICY: tl.constexpr):
-    if MASKED:
+def _load(source, step, mask, N: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr):
+    """N loads of [P, W] that lie `step` apart -> [P, W, 2, ..., 2]: one at a time, so that a thread keeps all of its own."""
+    if N > 1:
+        even = _load(source, step * 2, mask, N // 2, MASKED, POLICY)
+        odd = _load(source + step, step * 2, mask, N // 2, MASKED, POLICY)
+        x = tl.join(even, odd)
+    elif MASKED:
         x = tl.load(source, mask=mask, other=0.0, eviction_policy=POLICY)
     else:
         x = tl.load(source, eviction_policy=POLICY)
@@ -215,23 +231,19 @@ def _quantize_kernel(
         row_sign = None
         if row_signs is not None:
             row_sign = tl.load(row_signs + tl.arange(0, ROW_G) % ROW_H)[None, :]
-        source = (
-            x
-            + (row * row_stride + row_block * 32 * col_stride)[:, None, None]
-            + (tl.arange(0, ROW_G // 8) * 8 * col_stride)[None, :, None]
-            + (tl.arange(0, 8) * col_stride)[None, None, :]
-        )
+        source = x + (row * row_stride + row_block * 32 * col_stride)[:, None] + (tl.arange(0, 8) * col_stride)[None, :]
         POLICY: tl.constexpr = "evict_last" if COL_MODE else ""
         AHEAD: tl.constexpr = 2 if TM >= 2 * LINES else 1  # loads under way at a time
         for above in range(0, TM, LINES * AHEAD):
             mask = (r0 + above + row < R) & (c0 + row_block * 32 < C)
-            groups = (_load(source + above * row_stride, mask[:, None, None], MASKED, POLICY),)
+            groups = (_load(source + above * row_stride, 8 * col_stride, mask[:, None], ROW_G // 8, MASKED, POLICY),)
             if AHEAD == 2:
                 mask = (r0 + above + LINES + row < R) & (c0 + row_block * 32 < C)
-                second = _load(source + (above + LINES) * row_stride, mask[:, None, None], MASKED, POLICY)
-                groups = (groups[0], second)
+                below = source + (above + LINES) * row_stride
+                groups = (groups[0], _load(below, 8 * col_stride, mask[:, None], ROW_G // 8, MASKED, POLICY))
             for i in tl.static_range(AHEAD):
-                group = tl.reshape(groups[i], (P, ROW_G))
+                group = tl.permute(tl.reshape(groups[i], (P, 8, ROW_G // 8)), (0, 2, 1))
+                group = tl.reshape(group, (P, ROW_G))
                 rotated = _rotated(group, row_sign, P, ROW_G, ROW_H, ROW_SHIFT, NATIVE, ROW_HALVES)
                 amax = _amax(rotated, P, ROW_G // 32, ROW_HALVES)
                 if ROW_2D:
@@ -257,15 +269,13 @@ def _quantize_kernel(
         if col_signs is not None:
             col_sign = tl.load(col_signs + tl.arange(0, COL_G) % COL_H)[None, :]
         source = (
-            x
-            + (col_block * 32 * row_stride + column * col_stride)[:, None, None]
-            + (tl.arange(0, COL_G) * row_stride)[None, :, None]
-            + (tl.arange(0, V) * col_stride)[None, None, :]
+            x + (col_block * 32 * row_stride + column * col_stride)[:, None] + (tl.arange(0, V) * col_stride)[None, :]
         )
         for left in range(0, TN, COLUMNS):
-            c = c0 + left + column[:, None, None] + tl.arange(0, V)[None, None, :]
-            inside = (r0 + col_block * 32 < R)[:, None, None] & (c < C)
-            group = _load(source + left * col_stride, inside, MASKED, "evict_first")
+            c = c0 + left + column[:, None] + tl.arange(0, V)[None, :]
+            inside = (r0 + col_block * 32 < R)[:, None] & (c < C)
+            group = _load(source + left * col_stride, row_stride, inside, COL_G, MASKED, "evict_first")
+            group = tl.permute(tl.reshape(group, (P, V, COL_G)), (0, 2, 1))
             columns = _columns(group, P, COL_G, V)
             amax = tl.full((P, COL_G // 32), 0.0, tl.float32)
             if COL_2D:
@@ -296,24 +306,31 @@ def quantize_matrix(
     batch, rows, columns = x.shape
     row_out, col_out = outputs(x, (batch, rows, columns), row), outputs(x, (batch, columns, rows), col)
     if x.numel():
-        grid, arguments, options = launch(x, row, col, seed, row_out, col_out, native_level(x.device))
+        grid, arguments, options = launch(x, row, col, seed, row_out, col_out, *chip(x.device))
         _quantize_kernel[grid](**arguments, **options)
     return (col_out, row_out) if transposed else (row_out, col_out)
 
 
 @lru_cache
-def native_level(device: torch.device) -> int:
-    """Which instructions `block_native.py` may use on a device."""
+def chip(device: torch.device) -> tuple[int, int]:
+    """(which instructions `block_native.py` may use, threads a warp) of a device."""
     if device.type != "cuda":
-        return 0
+        return 0, 32
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
-        return 950 if properties.gcnArchName.startswith("gfx950") else 0
-    return {9: 90, 10: 100}.get(properties.major, 0)
+        return 950 if properties.gcnArchName.startswith("gfx950") else 0, 64
+    return {9: 90, 10: 100}.get(properties.major, 0), 32
 
 
 def launch(
-    x: Tensor, row: Orientation | None, col: Orientation | None, seed: Tensor | None, row_out, col_out, level: int
+    x: Tensor,
+    row: Orientation | None,
+    col: Orientation | None,
+    seed: Tensor | None,
+    row_out,
+    col_out,
+    level: int,
+    warp: int,
 ) -> tuple[tuple[int, int], dict, dict]:
     """(grid, arguments, constants and options) of the kernel: what `quantize_matrix` runs and `isa` compiles."""
     batch, rows, columns = x.shape
@@ -350,6 +367,7 @@ def launch(
         "NATIVE": level,
         **_orientation("ROW", row, x.dtype, level),
         **_orientation("COL", col, x.dtype, level),
+        "num_warps": tiling["P"] // warp,
     }
     grid = (column_tiles, row_tiles) if along_rows else (row_tiles, column_tiles)
     return grid, arguments, options
@@ -358,14 +376,14 @@ def launch(
 def _tiling(row: Orientation | None, col: Orientation | None) -> dict:
     """Tile, threads and columns at a time; measured on an H200 (runs/bench): what leads is how scales share sectors."""
     group = max(BLOCK if how is None else max(BLOCK, how.spec.hadamard) for how in (row, col))
-    tiling = {"TM": max(64, group), "TN": 128, "P": 128, "V": max(64 // group, 1), "SYNC": False, "num_warps": 4}
+    tiling = {"TM": max(64, group), "TN": 128, "P": 128, "V": max(64 // group, 1), "SYNC": False}
     if group == BLOCK and row is None and col and col.dtype is None and not col.spec.stochastic:
         tiling |= {"TM": 128, "V": 4}
     plain = [
         how for how in (row, col) if how and how.dtype is None and how.spec.block == "1d" and not how.spec.hadamard
     ]
     if len(plain) == 2 and not any(how.spec.stochastic for how in plain):
-        tiling |= {"TN": 256, "P": 256, "SYNC": True, "num_warps": 8}
+        tiling |= {"TN": 256, "P": 256, "SYNC": True}
     return tiling
 
 

@@ -1,0 +1,75 @@
+"""What the kernels compile to for chips that are not here: FP4 matrix units, FP4 conversions, no memory for registers."""
+
+import json
+
+import pytest
+
+pytest.importorskip("triton.backends.amd")
+
+from mxfp4.experiments.cli import main
+from mxfp4.numerics import isa
+
+
+@pytest.mark.parametrize("kernel", isa.GEMMS)
+def test_gfx950_multiplies_fp4_and_fp8_blocks_with_their_scales(kernel):
+    report = isa.report(kernel, "gfx950")
+    assert set(report.matrix) <= {"v_mfma_scale_f32_32x32x64_f8f6f4", "v_mfma_scale_f32_16x16x128_f8f6f4"}
+    assert report.matrix and not report.conversions
+    assert report.spills == report.scratch == 0
+    assert report.shared <= 160 * 1024
+
+
+@pytest.mark.parametrize("kernel", isa.GEMMS)
+def test_sm_100_multiplies_blocks_with_their_scales(kernel):
+    report = isa.report(kernel, "sm_100")
+    kind = "mxf8f6f4" if "mxfp8" in kernel else "mxf4"
+    assert report.matrix and all(
+        m.startswith("tcgen05.mma") and f"kind::{kind}.block_scale" in m for m in report.matrix
+    )
+    assert report.spills == report.scratch == 0
+
+
+@pytest.mark.parametrize(
+    "arch, conversion",
+    [("gfx950", "v_cvt_scalef32_pk_fp4_f32"), ("sm_100", "cvt.rn.satfinite.e2m1x2.f32"), ("sm_90", None)],
+)
+def test_both_orientations_stay_in_registers(arch, conversion):
+    report = isa.report("quantize h16, both", arch)
+    assert report.spills == report.scratch == report.shared == 0
+    assert not report.matrix
+    assert set(report.conversions) == ({conversion} if conversion else set())
+
+
+@pytest.mark.parametrize("kernel", ["quantize h16 sr, both", "fake quantize h16, both"])
+def test_no_scratch_with_random_rounding_or_values(kernel):
+    for arch in ("gfx950", "sm_90"):
+        report = isa.report(kernel, arch)
+        assert report.spills == report.scratch == 0
+
+
+def test_counts_of_work_come_from_the_shapes():
+    gemm = isa.report("gemm mxfp4", "gfx950")
+    m, n, k = isa.ROWS, isa.COLUMNS, isa.INNER
+    assert gemm.flops == 2 * m * n * k
+    assert gemm.bytes == (m + n) * (k // 2 + k // 32) + 2 * m * n
+    quantize = isa.report("quantize h16, both", "gfx950")
+    assert quantize.bytes == m * k * 2 + 2 * m * (k // 2 + k // 32)
+    assert isa.flops_an_element(isa.orientation(32)) == isa.flops_an_element(isa.orientation(16)) + 1
+
+
+def test_the_command_prints_and_writes_json(capsys, monkeypatch):
+    monkeypatch.setattr(isa, "kernels_of", lambda arch: ["quantize"])
+    assert main(["isa", "--arch", "gfx950"]) == 0
+    assert "v_cvt_scalef32_pk_fp4_f32" in capsys.readouterr().out
+    assert main(["isa", "--arch", "gfx950", "--arch", "sm_90", "--json"]) == 0
+    reports = json.loads(capsys.readouterr().out)
+    assert [r["arch"] for r in reports] == ["gfx950", "sm_90"]
+    assert reports[0]["conversions"] == {"v_cvt_scalef32_pk_fp4_f32": 32}
+
+
+def test_without_triton_the_command_says_what_to_install(capsys, monkeypatch):
+    from mxfp4.experiments.commands import isa as command
+
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    assert main(["isa"]) == 1
+    assert "mxfp4[triton]" in capsys.readouterr().err
