@@ -1,0 +1,74 @@
+"""Every chapter of the book on made-up records, through the real runner and builder, in a real browser.
+
+One test for all pages: tests that share a fixture may be dealt to several workers, and each would make the book.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from browser import BROWSER, open_page
+from made_up_runs import make_runs, records_in
+
+from mxfp4.experiments.charts import METADATA
+from mxfp4.experiments.notebook import chapter_sources, run_notebook
+from mxfp4.experiments.site import build_site
+from mxfp4.training.paths import project_dir
+
+
+@dataclass(frozen=True)
+class Book:
+    notebooks: dict[str, Path]
+    """{chapter: executed notebook}."""
+    site: Path
+
+
+@pytest.fixture(scope="session")
+def book(tmp_path_factory):
+    """The book of this checkout, run on made-up records and built, in a temporary folder."""
+    checkout = Path(__file__).resolve().parents[2]
+    root = tmp_path_factory.mktemp("book")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(checkout)
+        patch.setenv("MXFP4_RUNS", str(root / "runs"))
+        for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+            patch.setenv(name, "")  # the records are a CPU's
+        made = make_runs(root / "runs")
+        notebooks = {path.stem: run_notebook(path, scale="cpu").path for path in chapter_sources()}
+        assert records_in(root / "runs") == made, "a chapter trained something"
+        folder = next(iter(notebooks.values())).parent
+        site = build_site(project_dir() / "book", folder, scale="cpu", out=root / "build")
+        assert site.stale == ()
+        return Book(notebooks, site.path)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_every_chart_draws_and_mathematics_is_set(book, tmp_path):
+    wrong = []
+    for name, notebook in book.notebooks.items():
+        wrong += [f"{name}: {what}" for what in problems(book.site / f"{name}.html", notebook, tmp_path)]
+    assert wrong == []
+
+
+def problems(path: Path, notebook: Path, folder: Path) -> list[str]:
+    """What is wrong with one page, as lines."""
+    page = open_page(path, folder)
+    cells = [c for c in json.loads(notebook.read_text())["cells"] if c["cell_type"] == "code"]
+    outputs = sum("vegalite" in o.get("metadata", {}).get(METADATA, {}) for c in cells for o in c["outputs"])
+    calls = sum(len(re.findall(r"(?<!\w)show\(", "".join(c["source"]))) for c in cells)
+    formulas = path.read_text().count('class="math notranslate')
+    found = [f"draws nothing: {chart.label}" for chart in page.charts if chart.marks == 0]
+    found += [f"still a picture: {chart.label}" for chart in page.charts if chart.still_shown]
+    found += [f"asks for {address}" for address in page.requests]
+    if len(page.charts) != outputs:
+        found.append(f"{len(page.charts)} charts on the page, {outputs} in the notebook")
+    if outputs < calls:
+        found.append(f"{calls} calls of show() in the notebook, {outputs} charts")
+    errors = len(re.findall(r'<g [^>]*data-mml-node="merror"', page.dom))
+    if page.formulas != formulas or errors:
+        found.append(f"{formulas} pieces of mathematics, {page.formulas} set, {errors} with errors")
+    return found
