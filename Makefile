@@ -52,7 +52,7 @@ reproduce: env data ## environment, data, training of every arm, every notebook,
 	$(MXFP4) book --scale $$at
 
 test: env data ## the whole CPU test suite
-	@$(PY) -c 'import triton' 2>/dev/null || $(PY) -m pip install -q -c constraints.txt -e '.[triton]' \
+	@$(PY) -c 'import triton' 2>/dev/null || $(PY) -m pip install -q --no-deps -r requirements-interpreter.txt \
 		|| echo "no triton for this machine: the tests of its kernels are skipped"
 	$(PY) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 

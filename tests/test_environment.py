@@ -66,7 +66,7 @@ def test_constraints_hold_exact_pins_only():
 
 def test_everything_that_gets_installed_is_pinned():
     """Walks what is installed here, from this project's requirements down; a PyTorch for a GPU brings its own."""
-    todo, seen = [r for r in DECLARED if r.name != "triton"], set()
+    todo, seen = list(DECLARED), set()
     while todo:
         requirement = todo.pop()
         name = canonicalize_name(requirement.name)
@@ -94,6 +94,13 @@ def test_every_pin_takes_the_first_release_of_each_python():
         if found["Version"] == pin:
             asked = SpecifierSet(found["Requires-Python"] or "")
             assert all(first in asked for first in firsts), f"{name}=={pin} needs Python {asked}"
+
+
+def test_triton_is_left_to_pytorch():
+    """A second Triton beside a PyTorch for a GPU would break it."""
+    assert "triton" not in {canonicalize_name(r.name) for r in DECLARED}
+    makefile = (ROOT / "Makefile").read_text()
+    assert "-c 'import triton' 2>/dev/null || $(PY) -m pip install -q --no-deps -r requirements-interpreter.txt" in makefile
 
 
 def test_data_wheels_are_pinned_with_hashes():

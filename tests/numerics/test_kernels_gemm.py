@@ -26,7 +26,7 @@ def operand(rows: int, k: int, seed: int, elem: str = "e2m1", block: str = "1d")
 
 
 def interpreted_dot_scaled() -> bool:
-    """Interpreters before Triton 3.7 do not know it; GPUs without FP4 matrix units emulate it."""
+    """Interpreters before Triton 3.8 do not know it; GPUs without FP4 matrix units emulate it."""
     if DEVICE == "cuda":
         return True
     from triton.runtime.interpreter import InterpreterBuilder
