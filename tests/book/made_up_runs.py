@@ -22,8 +22,8 @@ from mxfp4.training.model import build_model
 
 _TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(_TESTS), str(_TESTS / "experiments")]
-import fake_studies  # noqa: E402
-from fakes import FakeCorpus  # noqa: E402
+import fake_studies
+from fakes import FakeCorpus
 
 
 def make_runs(root: Path) -> dict[str, str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from browser import BROWSER, open_page
+from layers import Layers
 from made_up_runs import make_runs, records_in
 
 from mxfp4.experiments.charts import METADATA
@@ -62,6 +63,9 @@ def problems(path: Path, notebook: Path, folder: Path) -> list[str]:
     calls = sum(len(re.findall(r"(?<!\w)show\(", "".join(c["source"]))) for c in cells)
     formulas = path.read_text().count('class="math notranslate')
     found = [f"draws nothing: {chart.label}" for chart in page.charts if chart.marks == 0]
+    found += [
+        f"{layer} draws nothing in: {label}" for (label, layer), shapes in Layers(page.dom).drawn.items() if shapes == 0
+    ]
     found += [f"still a picture: {chart.label}" for chart in page.charts if chart.still_shown]
     found += [f"asks for {address}" for address in page.requests]
     if len(page.charts) != outputs:
