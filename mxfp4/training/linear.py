@@ -22,12 +22,13 @@ DEFAULT_SKIP = ("output", "lm_head", "head", "router", "gate")
 class _QuantizedLinear(torch.autograd.Function):
     """Y = X W^T and its backward, on 2-D X [T, K] with T padded to what the blocks need.
 
-    The forward reads X and W once and prepares what the backward will need of them in place of the originals.
+    The forward reads X and W once and prepares what the backward will need of them in place of the originals. Which
+    gradients are wanted comes in as `wanted` (of X, of W): inside a compiled forward, PyTorch 2.11 does not tell.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, layer_recipe: Recipe, seed: Tensor | None, out_dtype, with_grad: bool):
-        need_x, need_w = (needed and with_grad for needed in ctx.needs_input_grad[:2])
+    def forward(ctx, x: Tensor, weight: Tensor, layer_recipe: Recipe, seed: Tensor | None, out_dtype, wanted):
+        need_x, need_w = wanted
         w = weight.to(out_dtype)
         with torch.autocast(x.device.type, enabled=False):
             x_op, x_back = both_operands(x, "x", layer_recipe, seed) if need_w else (None, (None, None))
@@ -35,15 +36,17 @@ class _QuantizedLinear(torch.autograd.Function):
             x_op = x_op or operand(x, "fprop", "x", layer_recipe, seed)
             w_op = w_op or operand(w, "fprop", "w", layer_recipe, seed)
             y = product("fprop", x_op, w_op, layer_recipe, out_dtype)
-        ctx.save_for_backward(*x_back, *w_back, seed)
-        ctx.layer_recipe, ctx.x_dtype, ctx.w_dtype = layer_recipe, x.dtype, weight.dtype
+        parts = (*x_back, *w_back, seed)
+        ctx.save_for_backward(*(part for part in parts if part is not None))
+        ctx.saved = tuple(part is not None for part in parts)
+        ctx.wanted, ctx.layer_recipe, ctx.x_dtype, ctx.w_dtype = wanted, layer_recipe, x.dtype, weight.dtype
         return y
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        *saved, seed = ctx.saved_tensors
-        x_back, w_back = tuple(saved[:2]), tuple(saved[2:])
-        need_x, need_w = ctx.needs_input_grad[:2]
+        tensors = iter(ctx.saved_tensors)
+        x_value, x_factor, w_value, w_factor, seed = (next(tensors) if there else None for there in ctx.saved)
+        need_x, need_w = ctx.wanted
         grad_x = grad_w = None
         with torch.autocast(grad.device.type, enabled=False):
             if need_x and need_w:
@@ -52,10 +55,10 @@ class _QuantizedLinear(torch.autograd.Function):
                 which = "dgrad" if need_x else "wgrad"
                 for_dgrad = for_wgrad = operand(grad, which, "g", ctx.layer_recipe, seed)
             if need_x:
-                grad_x = product("dgrad", for_dgrad, w_back, ctx.layer_recipe, ctx.x_dtype)
+                grad_x = product("dgrad", for_dgrad, (w_value, w_factor), ctx.layer_recipe, ctx.x_dtype)
             if need_w:
                 accumulated = ctx.w_dtype if ctx.w_dtype == torch.bfloat16 else torch.float32
-                grad_w = product("wgrad", for_wgrad, x_back, ctx.layer_recipe, accumulated).to(ctx.w_dtype)
+                grad_w = product("wgrad", for_wgrad, (x_value, x_factor), ctx.layer_recipe, accumulated).to(ctx.w_dtype)
         return grad_x, grad_w, None, None, None, None
 
 
@@ -109,7 +112,8 @@ class MXFP4Linear(nn.Linear):
         padded = max(-(-tokens // multiple), 1) * multiple
         if padded != tokens:  # zero tokens add nothing to any of the three products
             flat = nn.functional.pad(flat, (0, 0, 0, padded - tokens))
-        y = _QuantizedLinear.apply(flat, self.weight, self.recipe, self.draw_seed(), out_dtype, torch.is_grad_enabled())
+        wanted = tuple(torch.is_grad_enabled() and t.requires_grad for t in (flat, self.weight))
+        y = _QuantizedLinear.apply(flat, self.weight, self.recipe, self.draw_seed(), out_dtype, wanted)
         y = y[:tokens].reshape(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(out_dtype)
 

@@ -8,7 +8,7 @@ import re
 from mxfp4.errors import UserError
 
 # What a scale trains on when nothing else is said: corpus, vocabulary (128256 is Llama 3.1's).
-SCALES = {"cpu": ("prose", 2048), "gpu": ("prose", 16384), "mi355x": ("c4", 128256)}
+SCALES = {"cpu": ("prose", 2048), "gpu": ("prose", 4096), "mi355x": ("c4", 128256)}
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
