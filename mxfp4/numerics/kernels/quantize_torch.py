@@ -48,6 +48,17 @@ def spread(byte: Tensor, block: str) -> Tensor:
     return wide.repeat_interleave(BLOCK, dim=-2) if block == "2d" else wide
 
 
+def in_blocks(x: Tensor, block: str) -> Tensor:
+    """A view of `x` [..., K] that `beside` broadcasts against: [..., K/32, 32], for 2D [..., R/32, 32, K/32, 32]."""
+    x = x.unflatten(-1, (-1, BLOCK))
+    return x.unflatten(-3, (-1, BLOCK)) if block == "2d" else x
+
+
+def beside(per_block: Tensor, block: str) -> Tensor:
+    """One entry a block, to stand beside `in_blocks` of its tensor."""
+    return per_block[..., :, None, :, None] if block == "2d" else per_block[..., None]
+
+
 def block_amax(x: Tensor, block: str) -> Tensor:
     """Largest magnitude of each block; NaN where a block holds one."""
     amax = x.abs().unflatten(-1, (-1, BLOCK)).amax(-1)
@@ -65,8 +76,8 @@ def round_in_blocks(
     if spec.hadamard:
         x = rotate_last(x, spec.hadamard, signs)
     byte = scale_byte(block_amax(x, spec.block), spec.fmt, spec.scale_rule)
-    wide = spread(byte, spec.block)
-    scaled = torch.where(wide == E8M0_NAN, 0.0, x * inverse_scale(wide))
+    scaled = in_blocks(x, spec.block) * beside(inverse_scale(byte), spec.block)
+    scaled = torch.where(beside(byte == E8M0_NAN, spec.block), 0.0, scaled).view(x.shape)
     if spec.stochastic:
         return round_stochastic(scaled, spec.fmt, random16(seed, scaled.shape, spec.stream, first)), byte
     return round_nearest(scaled, spec.fmt), byte
@@ -86,7 +97,8 @@ def quantize_dequantize(
 ) -> Tensor:
     """FP32 [..., K] -> the values that `quantize_packed` stands for, in `dtype`, still in the rotated basis."""
     value, byte = round_in_blocks(x, spec, signs, seed, first)
-    return (value * spread(e8m0_value(byte), spec.block)).to(dtype)
+    value = in_blocks(value, spec.block) * beside(e8m0_value(byte), spec.block)
+    return value.view(x.shape).to(dtype)
 
 
 def quantize_matrix(
