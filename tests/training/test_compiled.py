@@ -1,0 +1,36 @@
+"""Compiled blocks learn what eager ones learn, as the loop uses them: evaluation first, then steps under autocast."""
+
+import pytest
+import torch
+
+from mxfp4 import convert
+from mxfp4.training.config import ModelConfig
+from mxfp4.training.evaluate import token_loss
+from mxfp4.training.model import build_model
+
+CONFIG = ModelConfig(
+    vocab_size=64, dim=64, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=128, max_seq_len=32
+)
+
+
+def gradients(name: str, compiled: bool, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    model = convert(build_model(CONFIG, 0), name)
+    if compiled:
+        for layer in model.layers:
+            layer.compile()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad():
+            token_loss(model, tokens)
+        loss = token_loss(model, tokens)
+    loss.backward()
+    return {n: p.grad for n, p in model.named_parameters()}
+
+
+# A compiler fuses BF16 roundings away, which moves some values across an FP4 rounding boundary, hence the second bound.
+@pytest.mark.parametrize("name, error", [("bf16", 0.02), ("mxfp4+h16", 0.35)])
+def test_every_parameter_gets_the_eager_gradient(name, error):
+    tokens = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(0))
+    eager, compiled = (gradients(name, c, tokens) for c in (False, True))
+    for parameter, expected in eager.items():
+        assert compiled[parameter] is not None, parameter
+        assert (compiled[parameter] - expected).norm() < error * expected.norm(), parameter
