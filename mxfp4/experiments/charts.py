@@ -104,7 +104,7 @@ def render(chart: alt.TopLevelMixin, caption: str) -> tuple[dict[str, str], dict
 
 
 def recompressed(png: bytes) -> bytes:
-    """The same picture with its pixels compressed hard: a quarter of the size, which committed notebooks are made of."""
+    """The same picture with its pixels compressed hard: a quarter of the size, and committed notebooks are pictures."""
     head, pixels, tail, at = [png[:8]], [], [], 8
     while at < len(png):
         (length,) = struct.unpack(">I", png[at : at + 4])
@@ -126,7 +126,7 @@ def _faceted(spec: Mapping[str, Any]) -> bool:
 
 
 def figure_html(spec: Mapping[str, Any], caption: str, png: str) -> str:
-    """HTML of one chart for a page that has mxfp4-charts.js: the specification, and the PNG (base64) until it is drawn."""
+    """HTML of one chart for a page with mxfp4-charts.js: the specification, and the PNG (base64) until it is drawn."""
     # "</script>" inside the data would end the element; "<" as an escape is the same JSON.
     data = json.dumps(spec, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
     text = html.escape(caption)

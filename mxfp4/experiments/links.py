@@ -10,8 +10,8 @@ from mxfp4.errors import UserError
 
 # Elements whose address a browser fetches by itself, with the attributes that hold it.
 _LOADS = {
-    "script": ("src",), "img": ("src", "srcset"), "iframe": ("src",), "source": ("src", "srcset"), "video": ("src", "poster"),
-    "audio": ("src",), "object": ("data",), "embed": ("src",),
+    "script": ("src",), "img": ("src", "srcset"), "iframe": ("src",), "source": ("src", "srcset"),
+    "video": ("src", "poster"), "audio": ("src",), "object": ("data",), "embed": ("src",),
 }  # fmt: skip
 _LOADING_RELS = {
     "stylesheet",

@@ -156,7 +156,7 @@ def _relink(text: str, staged: dict[str, str]) -> str:
 
 
 def present(node: dict) -> dict:
-    """An executed notebook (nbformat JSON) as the page shows it: charts for Vega, code folded, its run named at the end."""
+    """An executed notebook (nbformat JSON) as its page shows it: charts for Vega, code folded, the run named."""
     from mxfp4.experiments.charts import METADATA, figure_html
 
     for cell in node["cells"]:
