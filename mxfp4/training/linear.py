@@ -23,7 +23,7 @@ class _QuantizedLinear(torch.autograd.Function):
     """Y = X W^T and its backward, on 2-D X [T, K] with T padded to what the blocks need.
 
     The forward reads X and W once and prepares what the backward will need of them in place of the originals. Which
-    gradients are wanted comes in as `wanted` (of X, of W): inside a compiled forward, PyTorch 2.11 does not tell.
+    gradients are wanted comes in as `wanted` (of X, of W), as grad mode is always off in here.
     """
 
     @staticmethod
