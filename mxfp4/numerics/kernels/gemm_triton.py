@@ -77,7 +77,8 @@ def gemm(a: MXTensor, b: MXTensor, out: Tensor, accumulate: bool = False) -> Ten
     """
     grid, arguments, options = launch(a, b, out, accumulate)
     if out.numel():
-        _gemm_kernel[grid](**arguments, **options)
+        with torch.cuda.device_of(out):
+            _gemm_kernel[grid](**arguments, **options)
     return out
 
 
@@ -150,8 +151,9 @@ def unpack(x: MXTensor, dtype: torch.dtype) -> Tensor:
     out = x.qdata.new_empty((*lead, k), dtype=dtype)
     if out.numel():
         blocks = 128
-        _unpack_kernel[(triton.cdiv(rows * k // BLOCK, blocks),)](
-            x.qdata.contiguous(), x.scale.contiguous(), out, rows, k, BLOCKS=blocks, PER_BYTE=per_byte, MBITS=fmt.mbits,
-            BIAS=fmt.bias, SCALE_ROWS=BLOCK if x.block == "2d" else 1,
-        )  # fmt: skip
+        with torch.cuda.device_of(out):
+            _unpack_kernel[(triton.cdiv(rows * k // BLOCK, blocks),)](
+                x.qdata.contiguous(), x.scale.contiguous(), out, rows, k, BLOCKS=blocks, PER_BYTE=per_byte, MBITS=fmt.mbits,
+                BIAS=fmt.bias, SCALE_ROWS=BLOCK if x.block == "2d" else 1,
+            )  # fmt: skip
     return out

@@ -307,7 +307,8 @@ def quantize_matrix(
     row_out, col_out = outputs(x, (batch, rows, columns), row), outputs(x, (batch, columns, rows), col)
     if x.numel():
         grid, arguments, options = launch(x, row, col, seed, row_out, col_out, *chip(x.device))
-        _quantize_kernel[grid](**arguments, **options)
+        with torch.cuda.device_of(x):
+            _quantize_kernel[grid](**arguments, **options)
     return (col_out, row_out) if transposed else (row_out, col_out)
 
 

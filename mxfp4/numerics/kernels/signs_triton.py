@@ -35,5 +35,6 @@ def _signs_kernel(out, seed_ptr, stream, SIZE: tl.constexpr):
 def random_signs(seed: Tensor, size: int, stream: int) -> Tensor:
     """`size` (a power of two up to 128) random signs, FP32, on the device of `seed` (0-d int64)."""
     out = torch.empty(size, dtype=torch.float32, device=seed.device)
-    _signs_kernel[(1,)](out, seed, stream, SIZE=size, num_warps=1)
+    with torch.cuda.device_of(out):
+        _signs_kernel[(1,)](out, seed, stream, SIZE=size, num_warps=1)
     return out

@@ -1,0 +1,65 @@
+"""Benchmarks, their shared part: rows of results with the machine they come from, and who else is measured.
+
+Each benchmark checks results first, then reports medians, its rivals in the same run. A speed of emulated FP4 is what
+a training step pays for emulating FP4 on a chip without it; it is never the speed of FP4 arithmetic.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from mxfp4.experiments.machine import git_state, machine
+
+
+def write(path: Path, kind: str, device: str, rows: list[dict]) -> None:
+    """{kind, machine, git, rows} as JSON at `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = {"kind": kind, "machine": machine(device), "git": git_state(), "rows": rows}
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def gpu_seconds(call: Callable, repeat: int = 25) -> float:
+    """Median time of `call` on the GPU, by events; what the caches hold is overwritten before each."""
+    flush = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
+    for _ in range(3):
+        call()
+    events = []
+    for _ in range(repeat):
+        flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        events.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(s.elapsed_time(e) for s, e in events) / 1e3
+
+
+def cpu_seconds(call: Callable, repeat: int = 7, limit: float = 8.0) -> tuple[float, float]:
+    """Median wall and processor time of `call` (all its threads): `repeat` times, fewer once `limit` seconds are spent.
+
+    Where other programs run, only the second tells calls apart.
+    """
+    call()
+    times: list[tuple[float, float]] = []
+    while len(times) < repeat and sum(wall for wall, _ in times) < limit:
+        wall, processor = time.perf_counter(), time.process_time()
+        call()
+        times.append((time.perf_counter() - wall, time.process_time() - processor))
+    return statistics.median(t[0] for t in times), statistics.median(t[1] for t in times)
+
+
+def torchao_to_mx() -> Callable | None:
+    """torchao's quantizer, x -> (scale, codes) in E2M1 with the floor rule, where torchao is installed."""
+    if importlib.util.find_spec("torchao") is None:
+        return None
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    return lambda x: to_mx(x, torch.float4_e2m1fn_x2, 32)

@@ -1,0 +1,61 @@
+"""Quantization on the CPU: our C kernel and its plain-torch twin against torchao and the twin compiled by torch.
+
+4096 x 4096 FP32 to packed E2M1, one orientation, no rotation; and what a training step of the toy scale asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+import mxfp4
+from mxfp4.experiments.bench import cpu_seconds, torchao_to_mx
+from mxfp4.numerics.isa import orientation
+from mxfp4.numerics.kernels import quantize_cpu, quantize_torch
+
+SIZE, TOY = 4096, (1024, 256)
+
+
+def rows(rivals: bool = True) -> Iterator[dict]:
+    """One dict a measurement: name, who, seconds, elements a second, correct."""
+    torch.manual_seed(0)
+    x = torch.randn(SIZE, SIZE)
+    how = orientation(scale_rule="floor")
+    expected = quantize_torch.quantize_packed(x[:256], how.spec, None, None)
+
+    def measured(name: str, who: str, call, data: Tensor, correct: bool | None) -> dict:
+        seconds, processor = cpu_seconds(call)
+        return {
+            "name": name,
+            "who": who,
+            "seconds": seconds,
+            "processor_seconds": processor,
+            "elements_per_second": data.numel() / seconds,
+            "correct": correct,
+        }
+
+    def same(values: Tensor, scales: Tensor) -> bool:
+        return torch.equal(values.view(torch.uint8).flatten(), expected[0].flatten()) and torch.equal(
+            scales.view(torch.uint8).flatten(), expected[1].flatten()
+        )
+
+    if quantize_cpu.kernel() is not None:
+        values, scales = quantize_cpu.quantize_matrix(x[None, :256], how, None, None)[0]
+        call = lambda: quantize_cpu.quantize_matrix(x[None], how, None, None)
+        yield measured("packed", "mxfp4, C", call, x, same(values, scales))
+    call = lambda: quantize_torch.quantize_matrix(x[None], how, None, None)
+    yield measured("packed", "mxfp4, twin", call, x, True)
+    to_mx = torchao_to_mx() if rivals else None
+    if to_mx is not None:
+        scales, values = to_mx(x[:256])
+        yield measured("packed", "torchao", lambda: to_mx(x), x, same(values, scales))
+    toy = torch.randn(TOY)
+    for name, options in {
+        "values": {},
+        "values, h16": {"hadamard": mxfp4.Hadamard(16)},
+        "values, sr": {"rounding": "stochastic", "seed": torch.tensor(3)},
+    }.items():
+        call = lambda options=options: mxfp4.fake_quantize(toy, scale_rule="even", **options)
+        yield measured(f"{name}, {TOY[0]}x{TOY[1]}", "mxfp4", call, toy, None)

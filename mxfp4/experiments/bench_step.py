@@ -1,0 +1,65 @@
+"""A training step on a GPU, each recipe against BF16: a Llama of about 370 M parameters, its blocks compiled.
+
+Sequence 2048, batch 8; BF16 parameters, forward, backward and a fused AdamW step. On a chip without FP4 units this is
+the price of emulating a recipe exactly, not the speed of its formats.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+import torch
+from torch.nn import functional as F
+
+import mxfp4
+from mxfp4.training.config import ModelConfig
+from mxfp4.training.model import build_model
+
+RECIPES = ("bf16", "mxfp4", "mxfp4+h16", "mxfp4+sr-grad", "ti2d")
+MODEL = ModelConfig(vocab_size=32000, dim=1024, n_layers=24, n_heads=16, n_kv_heads=16, ffn_dim=2816, max_seq_len=2048)
+BATCH = 8
+DEVICE = "cuda"
+
+
+def rows(recipes: tuple[str, ...] = RECIPES, steps: int = 8) -> Iterator[dict]:
+    """One dict a recipe: median seconds a step, peak memory, and both relative to BF16 if that came before."""
+    reference = None
+    for name in recipes:
+        seconds, memory, loss = _measure(name, steps)
+        row = {"name": name, "seconds": seconds, "peak_bytes": memory, "loss": loss}
+        if name == "bf16":
+            reference = row
+        if reference is not None:
+            row["time_ratio"] = seconds / reference["seconds"]
+            row["memory_ratio"] = memory / reference["peak_bytes"]
+        yield row
+
+
+def _measure(name: str, steps: int) -> tuple[float, int, float]:
+    torch.manual_seed(0)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    model = build_model(MODEL, seed=0, device=DEVICE).to(torch.bfloat16)
+    if name != "bf16":  # the reference is the plain layer
+        model = mxfp4.convert(model, name)
+    for block in model.layers:
+        block.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(0, MODEL.vocab_size, (BATCH, MODEL.max_seq_len + 1), device=DEVICE)
+    times, loss = [], None
+    for step in range(3 + steps):
+        mxfp4.set_step(model, step)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        logits = model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        end.record()
+        if step >= 3:
+            times.append((start, end))
+    torch.cuda.synchronize()
+    memory = torch.cuda.max_memory_allocated()
+    return statistics.median(s.elapsed_time(e) for s, e in times) / 1e3, memory, loss.item()
