@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mxfp4.numerics.formats import BLOCK, ELEMS
-from mxfp4.numerics.kernels import quantize_matrix
+from mxfp4.numerics.kernels import quantize_cpu, quantize_matrix
 from mxfp4.numerics.kernels.quantize_torch import BlockSpec, Orientation
 
 _library = torch.library.Library("mxfp4", "DEF")
@@ -24,6 +24,7 @@ def _how(prefix: str = "") -> str:
     return ", ".join(f"{kind} {prefix}{name}" for name, kind in kinds.items())
 
 
+_library.define("scaled_fp8(Tensor x, Tensor scale, str elem) -> Tensor")
 _library.define("draw_seed(Tensor(a!) counter) -> Tensor")
 _library.define(f"quantize(Tensor x, int axis, {_how()}, Tensor? seed) -> (Tensor, Tensor)")
 _library.define(f"fake_quantize(Tensor x, int axis, {_how()}, Tensor? seed, ScalarType dtype) -> Tensor")
@@ -45,6 +46,21 @@ def _draw_seed(counter):
 @torch.library.register_fake("mxfp4::draw_seed", lib=_library)
 def _draw_seed_shape(counter):
     return counter.new_empty(())
+
+
+_FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+@torch.library.impl(_library, "scaled_fp8", "CompositeExplicitAutograd")
+def _scaled_fp8(x, scale, elem):
+    if x.device.type == "cpu" and quantize_cpu.kernel() is not None:
+        return quantize_cpu.scaled_fp8(x, scale, elem)
+    return (x.float() * scale).to(_FP8[elem]).float()
+
+
+@torch.library.register_fake("mxfp4::scaled_fp8", lib=_library)
+def _scaled_fp8_shape(x, scale, elem):
+    return torch.empty_like(x, dtype=torch.float32)
 
 
 def _orientation(how: tuple, dtype: torch.dtype | None) -> Orientation:
@@ -129,6 +145,8 @@ def _fake_quantize_pair_shape(x, *how):
 # int64 [2], (key, draws so far) -> the next seed; counts the draw. As one operator it cannot be recomputed after the
 # count has moved on.
 draw_seed = torch.ops.mxfp4.draw_seed.default
+# (x * scale) in E4M3 or E5M2, to nearest even by torch's cast, in FP32: one pass on the CPU.
+scaled_fp8 = torch.ops.mxfp4.scaled_fp8.default
 quantize = torch.ops.mxfp4.quantize.default
 fake_quantize = torch.ops.mxfp4.fake_quantize.default
 quantize_pair = torch.ops.mxfp4.quantize_pair.default

@@ -41,6 +41,17 @@ def philox(seed: Tensor, index: Tensor, purpose: int, stream: int) -> tuple[Tens
     return c0, c1, c2, c3
 
 
+def _philox_words(seed: int, purpose: int, stream: int) -> tuple[int, int, int, int]:
+    """`philox` of counter 0, in Python's integers."""
+    k0, k1 = seed & _MASK, seed >> 32 & _MASK
+    c0, c1, c2, c3 = 0, 0, purpose, stream
+    for _ in range(ROUNDS):
+        a, b = c0 * _MUL_A, c2 * _MUL_B
+        c0, c1, c2, c3 = b >> 32 ^ c1 ^ k0, b & _MASK, a >> 32 ^ c3 ^ k1, a & _MASK
+        k0, k1 = k0 + _KEY_A & _MASK, k1 + _KEY_B & _MASK
+    return c0, c1, c2, c3
+
+
 def random16(seed: Tensor, shape: tuple[int, ...], stream: int, first: int = 0) -> Tensor:
     """Uniform 16-bit integers (int32) for a tensor of `shape`, whose last size is a multiple of 8.
 
@@ -69,6 +80,10 @@ def _random_signs(seed, size, stream):
         from mxfp4.numerics.kernels import signs_triton
 
         return signs_triton.random_signs(seed, size, stream)
+    if seed.device.type == "cpu" and size <= 128:  # a single call: no need for tensors
+        words = _philox_words(seed.item(), FOR_SIGNS, stream)
+        signs = [1.0 - 2.0 * (words[j // 32] >> j % 32 & 1) for j in range(size)]
+        return torch.tensor(signs, dtype=torch.float32)
     words = torch.stack(philox(seed, torch.arange(-(-size // 128), device=seed.device), FOR_SIGNS, stream), dim=-1)
     bits = (words.flatten()[:, None] >> torch.arange(32, device=seed.device)) & 1
     return 1.0 - 2.0 * bits.flatten()[:size].float()

@@ -20,6 +20,7 @@ from mxfp4.numerics.formats import elem_format
 from mxfp4.numerics.hadamard import Hadamard, rotate_last
 from mxfp4.numerics.matmul import gemm, gemm_dtype
 from mxfp4.numerics.nvfp4 import nvfp4_values
+from mxfp4.numerics.ops import scaled_fp8
 from mxfp4.numerics.philox import random16, random_signs
 from mxfp4.numerics.quantize import fake_quantize, fake_quantize_pair
 from mxfp4.numerics.rounding import round_stochastic
@@ -111,11 +112,12 @@ def _fp8_per_tensor(value: Tensor, op: Operand, seed, stream: int, carrier: torc
     fmt = elem_format(op.elem)
     amax = value.abs().amax().float()
     scale = torch.where(amax > 0, fmt.max / amax, 1.0).clamp(max=torch.finfo(torch.float32).max)
-    value = value.float() * scale
     if op.rounding == "stochastic":
-        value = round_stochastic(value, fmt, random16(seed, tuple(value.shape), stream))
+        value = round_stochastic(value.float() * scale, fmt, random16(seed, tuple(value.shape), stream))
+    elif value.device.type == "cpu":
+        value = scaled_fp8(value, scale, op.elem)  # in one pass
     else:
-        value = value.to(_FP8[op.elem])  # nearest even; the scale leaves nothing to saturate
+        value = (value.float() * scale).to(_FP8[op.elem])  # nearest even; the scale leaves nothing to saturate
     return value.to(carrier), 1.0 / scale
 
 

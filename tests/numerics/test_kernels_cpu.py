@@ -15,6 +15,7 @@ from mxfp4.numerics import kernels
 from mxfp4.numerics.formats import ELEMS
 from mxfp4.numerics.kernels import quantize_cpu
 from mxfp4.numerics.kernels import quantize_torch as twin
+from mxfp4.numerics.philox import FOR_SIGNS, philox, random_signs
 from mxfp4.numerics.scales import SCALE_RULES
 
 built = pytest.mark.skipif(quantize_cpu.kernel() is None, reason="needs a C compiler")
@@ -83,26 +84,46 @@ def test_without_the_kernel_the_twin_serves(failure, monkeypatch, tmp_path):
             raise error
 
         monkeypatch.setattr(quantize_cpu.subprocess, "run", run)
-    quantize_cpu.kernel.cache_clear()
+    quantize_cpu.library.cache_clear()
     try:
         assert quantize_cpu.kernel() is None
         monkeypatch.setattr(kernels.quantize_cpu, "quantize_matrix", None)
         x = torch.randn(4, 64)
         assert torch.equal(mxfp4.quantize(x).dequantize(), mxfp4.fake_quantize(x))
     finally:
-        quantize_cpu.kernel.cache_clear()
+        quantize_cpu.library.cache_clear()
     assert list(tmp_path.rglob("*.so")) == []
 
 
 @built
 def test_the_cache_holds_one_library_and_survives_an_unwritable_home(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    quantize_cpu.kernel.cache_clear()
+    quantize_cpu.library.cache_clear()
     assert quantize_cpu.kernel() is not None
-    quantize_cpu.kernel.cache_clear()
+    quantize_cpu.library.cache_clear()
     assert quantize_cpu.kernel() is not None
     assert len(list((tmp_path / "mxfp4").iterdir())) == 1
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mxfp4" / next((tmp_path / "mxfp4").iterdir()).name))
-    quantize_cpu.kernel.cache_clear()
+    quantize_cpu.library.cache_clear()
     assert quantize_cpu.kernel() is not None
-    quantize_cpu.kernel.cache_clear()
+    quantize_cpu.library.cache_clear()
+
+
+@built
+@pytest.mark.parametrize("elem, cast", [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])
+@pytest.mark.parametrize("scale", [1.0, 0.37, 3e20, 2.0**-100])
+def test_scaled_fp8_is_torch_s_cast(elem, cast, scale):
+    scale, largest = torch.tensor(scale), ELEMS[elem].max / scale
+    x = any_bits((64, 96), torch.float32, 9)
+    x = torch.where(x.abs() > largest, torch.nan, x)
+    ties = torch.linspace(-256, 256, 64 * 96).view(64, 96).clamp(-largest, largest)
+    for t in (x, ties, ties.bfloat16() * 0.5, ties.t(), ties[:, 1:40], ties[:1].expand(5, 96), ties[:0]):
+        ours, theirs = mxfp4.numerics.ops.scaled_fp8(t, scale, elem), (t.float() * scale).to(cast).float()
+        assert ours.shape == theirs.shape and same(ours, theirs)
+
+
+def test_signs_without_tensors_are_those_of_the_tensor_code():
+    for seed in (0, 1, -1, 2**62 + 12345, -(2**63)):
+        words = torch.stack(philox(torch.tensor(seed), torch.arange(1), FOR_SIGNS, 3), dim=-1).flatten()
+        bits = (words[:, None] >> torch.arange(32)) & 1
+        assert torch.equal(random_signs(torch.tensor(seed), 128, 3), 1.0 - 2.0 * bits.flatten().float())

@@ -307,3 +307,21 @@ void mxfp4_quantize(const job *j, int64_t first, int64_t last) {
         line += n;
     }
 }
+
+/* out = x * scale rounded to E4M3 (mbits 3) or E5M2 (2), to nearest even, in FP32, as torch's float8 casts do; what
+   the format cannot reach (a caller scales so that nothing is there) ends at its largest value, NaN stays NaN. */
+void mxfp4_scaled_fp8(const float *restrict x, float *restrict out, int64_t n, float scale, int mbits) {
+    const int bias = mbits == 3 ? 7 : 15, shift = 23 - mbits;
+    const float least = float_of((127 + 1 - bias) << 23), anchor = float_of((127 + 1 - bias - mbits + 23) << 23);
+    const float max = mbits == 3 ? 448.0f : 57344.0f;
+    for (int64_t i = 0; i < n; i++) {
+        const float y = x[i] * scale;
+        const int32_t b = bits_of(y) & 0x7FFFFFFF, sign = bits_of(y) & (int32_t)0x80000000;
+        const float u = float_of(b), below = (u + anchor) - anchor;
+        const float normal = float_of((b + ((1 << (shift - 1)) - 1) + ((b >> shift) & 1)) & -(1 << shift));
+        float r = u < least ? below : normal;
+        r = r > max ? max : r;
+        r = b >= 0x7F800000 ? float_of(0x7FC00000) : r;
+        out[i] = float_of(bits_of(r) | sign);
+    }
+}

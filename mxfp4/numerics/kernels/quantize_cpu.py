@@ -53,21 +53,28 @@ class _Job(ctypes.Structure):
     ]
 
 
-@lru_cache
 def kernel():
     """The C function, or None where it cannot be built: no compiler, or a machine that is not little-endian."""
+    return None if library() is None else library().mxfp4_quantize
+
+
+@lru_cache
+def library() -> ctypes.CDLL | None:
+    """The built C file, its functions typed, or None."""
     if sys.byteorder != "little":
         return None
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))), None)
     if compiler is None:
         return None
     try:
-        function = ctypes.CDLL(str(_build(compiler))).mxfp4_quantize
+        built = ctypes.CDLL(str(_build(compiler)))
     except (OSError, subprocess.SubprocessError):
         return None
-    function.argtypes = (ctypes.POINTER(_Job), ctypes.c_int64, ctypes.c_int64)
-    function.restype = None
-    return function
+    built.mxfp4_quantize.argtypes = (ctypes.POINTER(_Job), ctypes.c_int64, ctypes.c_int64)
+    pointer, real = ctypes.c_void_p, ctypes.c_float
+    built.mxfp4_scaled_fp8.argtypes = (pointer, pointer, ctypes.c_int64, real, ctypes.c_int)
+    built.mxfp4_quantize.restype = built.mxfp4_scaled_fp8.restype = None
+    return built
 
 
 def _build(compiler: str) -> Path:
@@ -152,6 +159,21 @@ def _quantize(x: Tensor, how: Orientation, seed: Tensor | None) -> Outputs:
     if x.numel():
         _run(job, batch * lines, x.numel())
     return (out if direct else out.to(how.dtype)), scale
+
+
+def scaled_fp8(x: Tensor, scale: Tensor, elem: str) -> Tensor:
+    """`x.float() * scale` rounded to E4M3 or E5M2 as torch's cast does, in FP32, strides as x's. Needs `kernel()`.
+
+    scale: FP32, one element, such that no finite product is beyond the format's largest value.
+    """
+    x = x.float()
+    out = torch.empty_like(x)
+    if x.stride() != out.stride():  # gaps or overlaps
+        x = x.contiguous()
+        out = torch.empty_like(x)
+    mbits = {"e4m3": 3, "e5m2": 2}[elem]
+    library().mxfp4_scaled_fp8(x.data_ptr(), out.data_ptr(), x.numel(), scale.item(), mbits)
+    return out
 
 
 def _run(job: _Job, lines: int, elements: int) -> None:
