@@ -68,6 +68,9 @@ def _orientation(how: tuple, dtype: torch.dtype | None) -> Orientation:
     return Orientation(BlockSpec(ELEMS[elem], block, scale_rule, stochastic, hadamard, stream), signs, dtype)
 
 
+LANES = 128  # a multiple of every group; the kernels work on many rows side by side
+
+
 def _along(x: Tensor, axis: int, how: tuple, seed: Tensor | None, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """(values, scales) of `x` along `axis`, as a batch of matrices with the axis last or in the middle."""
     axis %= x.ndim
@@ -78,13 +81,16 @@ def _along(x: Tensor, axis: int, how: tuple, seed: Tensor | None, dtype: torch.d
         _, (values, scales) = quantize_matrix(x.reshape(before.numel(), k, after.numel()), None, one, seed)
     else:
         shape = (*before, k)
-        rows = before[-1] if before else 1
+        rows, width = (before[-1] if before else 1), k
         if one.spec.block == "1d" and x.is_contiguous():
             rows = before.numel()
-        (values, scales), _ = quantize_matrix(x.reshape(before.numel() // max(rows, 1), rows, k), one, None, seed)
+            if rows < LANES and k % LANES == 0:  # few long rows: the same blocks as many short ones
+                rows, width = rows * k // LANES, LANES
+        (values, scales), _ = quantize_matrix(x.reshape(-1 if rows else 0, rows, width), one, None, seed)
     if dtype is not None:
         return values.view(shape), values
-    return values.view(*shape[:-1], values.shape[-1]), scales.view(_scale_shape(shape, one.spec.block))
+    packed = k // 2 if one.spec.fmt.bits == 4 else k
+    return values.view(*shape[:-1], packed), scales.view(_scale_shape(shape, one.spec.block))
 
 
 def _scale_shape(shape: tuple[int, ...], block: str) -> list[int]:

@@ -127,3 +127,14 @@ def test_signs_without_tensors_are_those_of_the_tensor_code():
         words = torch.stack(philox(torch.tensor(seed), torch.arange(1), FOR_SIGNS, 3), dim=-1).flatten()
         bits = (words[:, None] >> torch.arange(32)) & 1
         assert torch.equal(random_signs(torch.tensor(seed), 128, 3), 1.0 - 2.0 * bits.flatten().float())
+
+
+@pytest.mark.parametrize("shape", [(4096,), (3, 256), (2, 96), (0, 128), (5, 7, 64), (63, 1280)])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_few_long_rows_keep_their_blocks_and_random_numbers(shape, stochastic):
+    x, seed = torch.randn(shape), torch.tensor(7)
+    spec = twin.BlockSpec(ELEMS["e2m1"], "1d", "floor", stochastic, 16)
+    codes, scales = twin.quantize_packed(x, spec, None, seed)
+    rounding = "stochastic" if stochastic else "nearest"
+    q = mxfp4.quantize(x, hadamard=mxfp4.Hadamard(16), rounding=rounding, seed=seed)
+    assert torch.equal(q.qdata, codes) and torch.equal(q.scale, scales)
