@@ -100,7 +100,7 @@ CPU = Scale(
 
 # About four passes over the corpus. The learning rate is the one of 5e-4, 1e-3, 2e-3, 4e-3 that ended lowest with
 # recipe bf16, seed 0, at this size and budget on an H200 (runs/pilot/gpu-learning-rate.json). Blocks are not compiled:
-# compiled there with PyTorch 2.11, bf16 and MXFP4 arms ended more than a nat above the eager run, for a reason unknown.
+# before `matmul.as_dtype` they lost their gradients there, and no GPU has seen them learn since.
 GPU = Scale(
     name="gpu",
     model=ModelConfig(
@@ -158,5 +158,5 @@ SCALES = {scale.name: scale for scale in (CPU, GPU, MI355X)}
 def get_scale(name: str) -> Scale:
     """The scale called `name`; UserError lists the known ones."""
     if name not in SCALES:
-        raise UserError(f"unknown scale {name!r}; known: {', '.join(SCALES)}")
+        raise UserError(f"scale {name!r} is not known; allowed: {', '.join(SCALES)}")
     return SCALES[name]

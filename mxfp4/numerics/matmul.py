@@ -77,4 +77,13 @@ def gemm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     with torch.autocast(a.device.type, enabled=False):  # which would give BF16 results here
         if a.dtype == torch.bfloat16 and out_dtype == torch.float32:
             return torch.mm(a, b.t(), out_dtype=torch.float32)
-        return torch.mm(a, b.t()).to(out_dtype)
+        return as_dtype(torch.mm(a, b.t()), out_dtype)
+
+
+def as_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """`y` in `dtype`, without an operation where it has it already.
+
+    PyTorch 2.11 compiles an autograd.Function whose result went through a `.to` that changes nothing into one that
+    sends no gradient back.
+    """
+    return y if y.dtype == dtype else y.to(dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mxfp4.numerics.formats import elem_format
 from mxfp4.numerics.hadamard import Hadamard, rotate_last
-from mxfp4.numerics.matmul import gemm, gemm_dtype
+from mxfp4.numerics.matmul import as_dtype, gemm, gemm_dtype
 from mxfp4.numerics.nvfp4 import nvfp4_values
 from mxfp4.numerics.ops import scaled_fp8
 from mxfp4.numerics.philox import random16, random_signs
@@ -104,9 +104,6 @@ def rotate_both(t: Tensor, size: int) -> Tensor:
     return rotate_last(rotate_last(t, size).t().contiguous(), size).t()
 
 
-_FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-
-
 def _fp8_per_tensor(value: Tensor, op: Operand, seed, stream: int, carrier: torch.dtype) -> tuple[Tensor, Tensor]:
     """FP8 with one FP32 scale a tensor, taken from its current maximum ("current scaling"); a zero tensor keeps 1."""
     fmt = elem_format(op.elem)
@@ -114,10 +111,8 @@ def _fp8_per_tensor(value: Tensor, op: Operand, seed, stream: int, carrier: torc
     scale = torch.where(amax > 0, fmt.max / amax, 1.0).clamp(max=torch.finfo(torch.float32).max)
     if op.rounding == "stochastic":
         value = round_stochastic(value.float() * scale, fmt, random16(seed, tuple(value.shape), stream))
-    elif value.device.type == "cpu":
-        value = scaled_fp8(value, scale, op.elem)  # in one pass
     else:
-        value = (value.float() * scale).to(_FP8[op.elem])  # nearest even; the scale leaves nothing to saturate
+        value = scaled_fp8(value, scale, op.elem)  # nearest even; the scale leaves nothing to saturate
     return value.to(carrier), 1.0 / scale
 
 
@@ -169,7 +164,7 @@ def product(
         y = y if factor is None else y * factor
     if op.two_sided:  # the contracted axes cancelled, the outer ones are still rotated
         y = rotate_both(y, ROTATION[op.hadamard].size)
-    return y.to(out_dtype)
+    return as_dtype(y, out_dtype)
 
 
 def _axes_cut(which: str, name: str, op: Operand) -> tuple[int, ...]:
