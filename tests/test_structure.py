@@ -59,7 +59,7 @@ def test_no_file_is_long():
 
 
 MACHINE = re.compile(
-    r"(?<![\w.])/(?:home|root|Users|work|scratch|mnt|opt/dev)/\w|\bpypi\.org|files\.pythonhosted|registry\.npmjs|download\.pytorch\.org"
+    r"(?<![\w.])/(?:home|root|Users|work|scratch|mnt|opt)/\w|\bpypi\.org|files\.pythonhosted|registry\.npmjs|download\.pytorch\.org"
 )
 
 

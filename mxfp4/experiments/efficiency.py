@@ -96,23 +96,7 @@ def overhead(
     return Overhead(target, paired_mean(ratios, level=level, draws=draws), tuple(missed), tuple(unknown))
 
 
-def final_loss_difference(
-    arm: Mapping[int, pd.DataFrame],
-    reference: Mapping[int, pd.DataFrame],
-    *,
-    level: float = 0.95,
-    draws: int = DRAWS,
-) -> Estimate:
-    """Last evaluation of `arm` minus that of `reference`, nats a token, paired by seed."""
-    shared = arm.keys() & reference.keys()
-    return paired_mean({s: _last(arm[s]) - _last(reference[s]) for s in shared}, level=level, draws=draws)
-
-
 def speedup(step_throughput: float | Sequence[float], token_overhead: float | Sequence[float]):
     """End-to-end speed-up: relative step throughput over (1 + token overhead). P1's Table 2: 1.21 / 1.08 =
     1.12."""
     return np.asarray(step_throughput) / (1 + np.asarray(token_overhead))
-
-
-def _last(curve: pd.DataFrame) -> float:
-    return float(curve["eval_loss"].dropna().iloc[-1])

@@ -25,10 +25,10 @@ from typing import Any
 import mxfp4
 from mxfp4.errors import UserError
 from mxfp4.experiments.parameters import Parameter, bind, read_parameters
+from mxfp4.experiments.scales import get_scale
 from mxfp4.experiments.tidy import tidy
 from mxfp4.training.paths import project_dir, runs_dir
 
-SCALES = ("cpu", "gpu", "mi355x")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _KERNEL = "mxfp4"
 
@@ -118,8 +118,7 @@ def run_notebook(
             raise UserError(f"scale {scale!r} and parameter scale={given['scale']!r} differ: give one")
     values = bind(read.parameters, given, read.name)
     scale = scale or values.get("scale", "cpu")
-    if scale not in SCALES:
-        raise UserError(f"scale {scale!r} is not known; allowed: {', '.join(SCALES)}")
+    get_scale(scale)
     target = _inside(runs_dir() / "notebooks" / scale / f"{_result_name(read, values)}.ipynb")
     if not force and _key_of(target) == run_key(read, values, scale):
         return Run(target, skipped=True, seconds=0.0)

@@ -273,7 +273,7 @@ def test_command(store, monkeypatch, capsys):
         cli.main(["claims", "--id", "h7"]) == 1
         and "'h7' is not in the ledger; known" in capsys.readouterr().err
     )
-    assert cli.main(["claims", "--scale", "moon"]) == 1 and "unknown scale 'moon'" in capsys.readouterr().err
+    assert cli.main(["claims", "--scale", "moon"]) == 1 and "scale 'moon' is not known" in capsys.readouterr().err
 
 
 def test_board_shows_every_claim_escaped(store):

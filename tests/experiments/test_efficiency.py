@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from mxfp4.experiments.efficiency import crossing, final_loss_difference, overhead, paired_mean, speedup
+from mxfp4.experiments.efficiency import crossing, overhead, paired_mean, speedup
 
 
 def curve(points):
@@ -61,13 +61,6 @@ def test_bootstrap_interval_against_the_normal_one():
     assert estimate.low == pytest.approx(values.mean() - half, abs=0.01)
     assert estimate.high == pytest.approx(values.mean() + half, abs=0.01)
     assert math.isnan(paired_mean({}).mean)
-
-
-def test_final_loss_difference_is_paired():
-    a = {0: curve([(0, 6.0), (10, 3.1)]), 1: curve([(0, 6.0), (10, 4.1)])}
-    b = {0: curve([(0, 6.0), (10, 3.0)]), 1: curve([(0, 6.0), (10, 4.0)])}
-    difference = final_loss_difference(a, b)
-    assert difference.mean == pytest.approx(0.1) and difference.high - difference.low < 1e-9
 
 
 def test_speedup_is_the_arithmetic_of_table_2():

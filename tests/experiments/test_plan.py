@@ -71,7 +71,7 @@ def test_seeds_come_last():
 def test_unknown_names_are_refused():
     with pytest.raises(UserError, match="unknown plan 'table2' .*known: table1, p2, disagreement, all"):
         plan("table2", "cpu")
-    with pytest.raises(UserError, match="unknown scale 'tpu'; known: cpu, gpu, mi355x"):
+    with pytest.raises(UserError, match="scale 'tpu' is not known; allowed: cpu, gpu, mi355x"):
         plan("table1", "tpu")
     with pytest.raises(UserError, match="unknown TrainConfig field 'stepz'"):
         plan("table1", "cpu", stepz=3)

@@ -18,12 +18,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0; whatever would leave a hole in the site is a UserError."""
-    from mxfp4.experiments.notebook import SCALES
+    from mxfp4.experiments.scales import get_scale
     from mxfp4.experiments.site import build_site
     from mxfp4.training.paths import project_dir, runs_dir
 
-    if args.scale not in SCALES:
-        raise UserError(f"scale {args.scale!r} is not known; allowed: {', '.join(SCALES)}")
+    get_scale(args.scale)
     book = project_dir() / "book"
     if not (book / "_toc.yml").is_file():
         raise UserError("no book/_toc.yml at or above this folder: run this in a checkout")

@@ -6,9 +6,8 @@ import argparse
 import re
 
 from mxfp4.errors import UserError
+from mxfp4.experiments.scales import get_scale
 
-# What a scale trains on when nothing else is said: corpus, vocabulary (128256 is Llama 3.1's).
-SCALES = {"cpu": ("prose", 2048), "gpu": ("prose", 4096), "mi355x": ("c4", 128256)}
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -16,7 +15,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("prepare", help="tokenize and pack a corpus once", description=__doc__)
     parser.add_argument("--corpus", help="prose, technical, c4 or synthetic (default: the scale's)")
     parser.add_argument("--vocab-size", type=int, help="ids of the tokenizer; 128256 takes Llama 3.1's")
-    parser.add_argument("--scale", default="cpu", choices=SCALES, help="sets the two above (default: cpu)")
+    parser.add_argument("--scale", default="cpu", help="sets the two above (default: cpu)")
     parser.add_argument(
         "--shards", type=shard_range, metavar="FIRST-LAST", help="c4: training shards, e.g. 768-1023"
     )
@@ -39,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
     """Exit code 0; errors are UserError."""
     from mxfp4.training.packing import prepare  # imports torch
 
-    corpus, vocab_size = SCALES[args.scale]
-    corpus, vocab_size = args.corpus or corpus, args.vocab_size or vocab_size
+    scale = get_scale(args.scale)
+    corpus, vocab_size = args.corpus or scale.corpus, args.vocab_size or scale.model.vocab_size
     options = {k: v for k, v in (("shards", args.shards), ("c4_root", args.root)) if v is not None}
     if options and corpus != "c4":
         raise UserError(f"--shards and --root belong to corpus c4, not {corpus!r}")
