@@ -56,9 +56,11 @@ class Scale:
     decay_steps: int = 0
     """Length of the schedule; 0: the budget."""
     jobs: int = 1
-    """Arms trained at a time."""
+    """Arms trained at a time, on each device."""
     compile: bool = False
     """Whether blocks go through torch.compile."""
+    capture: bool = False
+    """Whether a step runs as one CUDA graph: pays where kernels are short."""
 
     def config(self, recipe: str, seed: int, **overrides) -> TrainConfig:
         """The arm `recipe` with `seed`; overrides are fields of TrainConfig."""
@@ -99,8 +101,7 @@ CPU = Scale(
 )
 
 # About four passes over the corpus. The learning rate is the one of 5e-4, 1e-3, 2e-3, 4e-3 that ended lowest with
-# recipe bf16, seed 0, at this size and budget on an H200 (runs/pilot/gpu-learning-rate.json). Blocks are not compiled:
-# before `matmul.as_dtype` they lost their gradients there, and no GPU has seen them learn since.
+# recipe bf16, seed 0, at this size and budget on an H200 (runs/pilot/gpu-learning-rate.json).
 GPU = Scale(
     name="gpu",
     model=ModelConfig(
@@ -118,6 +119,8 @@ GPU = Scale(
     seeds={"": (0, 1, 2)},
     probe_steps=(200, 201, 1200, 1201),
     jobs=4,
+    compile=True,
+    capture=True,
 )
 
 # Llama 3.1-8B by the MLPerf v5.1 rules (sequence 8192, global batch 32, evaluation every 12,288

@@ -72,6 +72,11 @@ class Record:
         return self.data["outcome"]
 
     @property
+    def window_losses(self) -> list[float]:
+        """Mean loss of each window of the last evaluation, nats a token; the windows of a study are the same."""
+        return self.data["window_losses"]
+
+    @property
     def machine(self) -> dict:
         return self.data["machine"]
 
@@ -162,6 +167,7 @@ class Store:
                 "config": config.to_dict(),
                 "recipe": json.loads(recipe(config.recipe).to_json()),
                 "outcome": result.outcome,
+                "window_losses": [round(loss, 6) for loss in result.window_losses],
                 "corpus": corpus,
                 "semantics_version": mxfp4.SEMANTICS_VERSION,
                 "package_version": mxfp4.__version__,

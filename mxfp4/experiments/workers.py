@@ -1,8 +1,8 @@
 """Runs a plan: trains the arms that are missing, several at a time if asked, and can be stopped at any
 moment.
 
-Each arm of a plan with jobs > 1 runs in a process of its own, forked from a server that has torch loaded
-already; an arm that fails or is killed takes nothing with it. Ctrl-C (or SIGTERM, or the end of the time)
+Where several arms run at a time (several jobs, or several GPUs), each has a process of its own, forked from a
+server that has torch loaded already; an arm that fails or is killed takes nothing with it. Ctrl-C (or SIGTERM, or the end of the time)
 lets every arm leave a checkpoint, from which the next call carries on. A second Ctrl-C ends at once; then
 the last periodic checkpoint counts.
 """
@@ -10,6 +10,7 @@ the last periodic checkpoint counts.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import sys
 import threading
@@ -81,12 +82,15 @@ def train_arm(
     corpus: TokenSource | None = None,
     device: torch.device | str | None = None,
     compile: bool = False,
+    capture: bool = False,
     on_step: Callable[[int], None] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> str:
     """Train one arm into the store: "finished", "diverged", "paused", or "busy" when another process is at
     it."""
     device = torch.device(device) if device is not None else default_device()
+    if device.index is not None:
+        torch.cuda.set_device(device)
     folder = store.checkpoint_dir(config, device)
     lock = store.lock(config, device)
     if not lock.acquire():
@@ -105,6 +109,7 @@ def train_arm(
                 probe=Probe() if config.probe_steps else None,
                 progress=False,
                 compile=compile,
+                capture=capture,
                 stop=stop,
             )
             if result.outcome["status"] == "paused":
@@ -124,11 +129,13 @@ def run_plan(
     device: torch.device | str | None = None,
     corpus: TokenSource | None = None,
     max_minutes: float | None = None,
+    last_start: float | None = None,
     progress: bool = True,
 ) -> Summary:
-    """Train the missing arms of `plan`, `jobs` at a time (None: the scale's own number).
+    """Train the missing arms of `plan`, `jobs` at a time on each device (None: the scale's own number).
 
-    corpus: None packs or opens the plan's. max_minutes: stop then, with checkpoints. progress: a bar, where
+    device: None is every GPU, or the CPU. corpus: None packs or opens the plan's. max_minutes: stop then, with checkpoints. last_start: begin no
+    arm after so many minutes, and finish those in work. progress: a bar, where
     stderr is a terminal, and a line that names what is there already. Raises UserError when the corpus
     cannot be had.
     """
@@ -156,13 +163,22 @@ def run_plan(
         )
         deadline = None if max_minutes is None else started + 60 * max_minutes
         with bar, _stop_on_signal() as interrupted:
-            pool = _Pool(plan, store, jobs, device, corpus, summary, bar)
+            pool = _Pool(plan, store, places(device, jobs), corpus, summary, bar)
+            closing = None if last_start is None else started + 60 * last_start
+            pool.closed = lambda: closing is not None and time.monotonic() > closing
             pool.run(
                 missing,
                 lambda: interrupted.is_set() or (deadline is not None and time.monotonic() > deadline),
             )
     summary.seconds = time.monotonic() - started
     return summary
+
+
+def places(device: torch.device, jobs: int) -> list[torch.device]:
+    """The device of each arm that runs at a time: `jobs` of them on every GPU, neighbours on different ones."""
+    if device.type == "cuda" and device.index is None and torch.cuda.device_count() > 1:
+        return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] * jobs
+    return [device] * jobs
 
 
 @contextmanager
@@ -189,17 +205,18 @@ def _stop_on_signal():
 
 
 class _Pool:
-    """The arms in work. With one job they run in this process, else each in its own."""
+    """The arms in work. With one place they run in this process, else each in its own."""
 
-    def __init__(self, plan: Plan, store: Store, jobs: int, device, corpus, summary: Summary, bar: tqdm):
-        self.plan, self.store, self.jobs, self.device = plan, store, jobs, device
+    def __init__(self, plan: Plan, store: Store, places: list[torch.device], corpus, summary: Summary, bar: tqdm):
+        self.plan, self.store, self.places = plan, store, places
         self.corpus, self.summary, self.bar = corpus, summary, bar
         self.waiting_for: set[str] = set()
+        self.closed: Callable[[], bool] = lambda: False  # whether no further arm is begun
 
     def run(self, missing: list, stop: Callable[[], bool]) -> None:
         queue = deque((a.config, a.step) for a in missing)
         try:
-            (self._here if self.jobs == 1 else self._processes)(queue, stop)
+            (self._here if len(self.places) == 1 else self._processes)(queue, stop)
         finally:
             self.summary.left += [arm_name(config) for config, _ in queue]
 
@@ -223,7 +240,7 @@ class _Pool:
         return all(arm_name(config) in self.waiting_for for config, _ in queue)
 
     def _here(self, queue: deque, stop: Callable[[], bool]) -> None:
-        while queue and not stop():
+        while queue and not stop() and not self.closed():
             if self._only_busy(queue):
                 time.sleep(RETRY_SECONDS)
             config, _ = queue.popleft()
@@ -231,8 +248,8 @@ class _Pool:
             reason = None
             try:
                 status = train_arm(
-                    config, self.store, corpus=self.corpus, device=self.device,
-                    compile=self.plan.scale.compile, on_step=lambda _: self.bar.update(), stop=stop,
+                    config, self.store, corpus=self.corpus, device=self.places[0],
+                    compile=self.plan.scale.compile, capture=self.plan.scale.capture, on_step=lambda _: self.bar.update(), stop=stop,
                 )  # fmt: skip
             except Exception as error:  # the other arms go on; the reason is reported
                 status, reason = "failed", _one_line(error)
@@ -242,31 +259,25 @@ class _Pool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         stopping = context.Event()
-        threads = max(torch.get_num_threads() // self.jobs, 1)
+        threads = max(torch.get_num_threads() // len(self.places), 1)
+        free = list(reversed(self.places))
         running: dict[Connection, _Arm] = {}
         retry_at = 0.0
-        while running or (queue and not stop()):
+        while running or (queue and not stop() and not self.closed()):
             if stop():
                 stopping.set()
-            while queue and len(running) < self.jobs and not stop():
+            while queue and free and not stop() and not self.closed():
                 if self._only_busy(queue) and time.monotonic() < retry_at:
                     break
                 config, step = queue.popleft()
                 retry_at = time.monotonic() + RETRY_SECONDS
                 ours, theirs = context.Pipe(duplex=False)
-                task = (
-                    theirs,
-                    config,
-                    self.store,
-                    self.corpus,
-                    str(self.device),
-                    self.plan.scale.compile,
-                    threads,
-                )
+                device, how = free.pop(), (self.plan.scale.compile, self.plan.scale.capture)
+                task = (theirs, config, self.store, self.corpus, str(device), how, threads)
                 process = context.Process(target=_child, args=(*task, stopping), daemon=True)
                 process.start()
                 theirs.close()
-                running[ours] = _Arm(config, process, step)
+                running[ours] = _Arm(config, process, step, device)
             self.bar.set_postfix_str(" ".join(arm_name(arm.config) for arm in running.values()))
             for connection in wait(list(running), timeout=0.2):
                 arm = running[connection]
@@ -282,6 +293,7 @@ class _Pool:
                 del running[connection]
                 connection.close()
                 arm.process.join()
+                free.append(arm.device)
                 if kind in ("finished", "diverged"):
                     self.bar.update(arm.config.steps - arm.step)
                 self._done(arm.config, kind, value, queue)
@@ -292,13 +304,16 @@ class _Arm:
     config: TrainConfig
     process: multiprocessing.Process
     step: int
+    device: torch.device
 
 
-def _child(connection: Connection, config, store, corpus, device, compile, threads, stopping) -> None:
+def _child(connection: Connection, config, store, corpus, device, how, threads, stopping) -> None:
     """Train one arm; tell the parent about steps a few times a second, then how it ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     torch.set_num_threads(threads)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))  # its own default is every core, for each arm
+    compile, capture = how
     parent, told, reason = multiprocessing.parent_process(), time.monotonic(), None
 
     def on_step(step: int) -> None:
@@ -310,7 +325,7 @@ def _child(connection: Connection, config, store, corpus, device, compile, threa
 
     try:
         status = train_arm(
-            config, store, corpus=corpus, device=device, compile=compile, on_step=on_step,
+            config, store, corpus=corpus, device=device, compile=compile, capture=capture, on_step=on_step,
             stop=lambda: stopping.is_set() or not parent.is_alive(),
         )  # fmt: skip
     except Exception as error:  # reported by the parent in one line

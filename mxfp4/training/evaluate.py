@@ -21,20 +21,31 @@ def compute_context(device: torch.device) -> AbstractContextManager:
 def token_loss(model: nn.Module, windows: Tensor) -> Tensor:
     """Mean cross-entropy in nats (FP32, 0-d) of windows [batch, seq + 1] int64: each token from those
     before it."""
+    return F.cross_entropy(_logits(model, windows), windows[:, 1:].flatten())
+
+
+def _logits(model: nn.Module, windows: Tensor) -> Tensor:
+    """FP32 [batch * seq, vocabulary]."""
     with compute_context(windows.device):
         logits = model(windows[:, :-1])
-    return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+    return logits.float().flatten(0, 1)
+
+
+def _token_losses(model: nn.Module, windows: Tensor) -> Tensor:
+    """FP32 [batch, seq]."""
+    targets = windows[:, 1:]
+    return F.cross_entropy(_logits(model, windows), targets.flatten(), reduction="none").view_as(targets)
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, windows: Tensor, batch_size: int) -> float:
-    """Mean loss in nats a token over windows [n, seq + 1], `batch_size` at a time, summed in FP64."""
+def window_losses(model: nn.Module, windows: Tensor, batch_size: int) -> Tensor:
+    """Mean loss of each of windows [n, seq + 1] in nats a token, float64 [n], `batch_size` windows at a time."""
     model.eval()
-    total = torch.zeros((), dtype=torch.float64, device=windows.device)
+    losses = []
     for part in windows.split(batch_size):
-        total += token_loss(model, part).double() * len(part)
+        losses.append(_token_losses(model, part).double().mean(dim=1))
     model.train()
-    return (total / len(windows)).item()
+    return torch.cat(losses)
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:

@@ -24,9 +24,10 @@ from tqdm import tqdm
 
 from mxfp4.errors import UserError
 from mxfp4.training import checkpoint
+from mxfp4.training.captured import CapturedStep
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.divergence import DivergenceWatch
-from mxfp4.training.evaluate import bits_per_byte, evaluate, token_loss
+from mxfp4.training.evaluate import bits_per_byte, token_loss, window_losses
 from mxfp4.training.linear import convert, set_step
 from mxfp4.training.model import Llama, build_model
 from mxfp4.training.optim import learning_rate, make_optimizer, set_learning_rate
@@ -59,6 +60,8 @@ class TrainResult:
     and balance_loss (NaN for a dense model). Row 0 is the evaluation of the initial weights."""
     probes: list[dict]
     """Rows of the probe."""
+    window_losses: list[float]
+    """Mean loss of each window of the last evaluation, nats a token; the windows of two arms are the same."""
     outcome: dict
     """status ("finished", "diverged" or "paused"), step, tokens, reason, final_loss, final_bpb, target."""
     timings: dict
@@ -78,13 +81,15 @@ def train(
     probe: Probe | None = None,
     progress: bool = True,
     compile: bool = False,
+    capture: bool = False,
     stop: Callable[[], bool] | None = None,
 ) -> TrainResult:
     """Train one arm, from its checkpoint if `checkpoint_dir` holds one.
 
     corpus: None packs or opens `config.corpus`. device: None is the GPU if there is one.
     checkpoint_seconds: time between checkpoints (0: one a step). on_step: called with the number of each
-    finished step. compile: torch.compile on each block. stop: asked after each step; True leaves a
+    finished step. compile: torch.compile on each block. capture: run a step as one CUDA graph, where the model
+    has no experts. stop: asked after each step; True leaves a
     checkpoint and gives the outcome "paused".
     Raises UserError when the corpus or checkpoint does not fit the configuration, or a checkpoint cannot be
     written.
@@ -94,7 +99,7 @@ def train(
         from mxfp4.training.packing import prepare  # slow to import, and not needed for a given corpus
 
         corpus = prepare(config.corpus, config.model.vocab_size, progress=progress)
-    run = _Run(config, corpus, device, compile)
+    run = _Run(config, corpus, device, compile, capture and not config.model.n_experts)
     if checkpoint_dir is not None:
         run.resume(Path(checkpoint_dir))
     bar = tqdm(
@@ -129,7 +134,9 @@ def train(
 class _Run:
     """A run between two steps. `status` is None while it goes on."""
 
-    def __init__(self, config: TrainConfig, corpus: TokenSource, device: torch.device, compile: bool):
+    def __init__(
+        self, config: TrainConfig, corpus: TokenSource, device: torch.device, compile: bool, capture: bool
+    ):
         if corpus.vocab_size != config.model.vocab_size:
             raise UserError(
                 f"the corpus has a vocabulary of {corpus.vocab_size}, "
@@ -143,7 +150,9 @@ class _Run:
         self.eval_windows = windows.to(device)
         self.watch = DivergenceWatch(config.model.vocab_size)
         self.step = 0
+        self.update = CapturedStep(self._update) if capture else self._update
         self.rows: list[dict] = []
+        self.window_losses: list[float] = []
         self.pending: list[tuple[int, float, Tensor]] = []
         self.probes: list[dict] = []
         self.status: str | None = None
@@ -163,17 +172,14 @@ class _Run:
         batch = self.corpus.batch(self.step - 1, config.batch_size, config.seq_len, config.seed)
         batch = batch.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else batch
         if probe is not None and self.step in config.probe_steps:
-            self.probes += probe(self.model, self.step, batch)
+            with torch.compiler.set_stance("force_eager"):  # it tries other recipes: nothing to compile for one look
+                self.probes += probe(self.model, self.step, batch)
             self.optimizer.zero_grad(set_to_none=True)
             self.timed_from = None
         set_step(self.model, self.step)
         lr = learning_rate(config, self.step)
         set_learning_rate(self.optimizer, lr)
-        loss, balance = self._gradients(batch)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.pending.append((self.step, lr, torch.stack([loss, norm.detach(), balance])))
+        self.pending.append((self.step, lr, self.update(batch)))
         last = self.step == config.steps
         evaluating = last or self.step % config.eval_every == 0
         if evaluating or len(self.pending) >= FETCH_EVERY.get(self.device.type, 1):
@@ -183,6 +189,14 @@ class _Run:
             self.evaluate()
         if self.status is None and last:
             self.status = "finished"
+
+    def _update(self, batch: Tensor) -> Tensor:
+        """One step of the optimizer on a batch; [loss, norm of the gradient, load-balance loss], on the device."""
+        loss, balance = self._gradients(batch)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return torch.stack([loss, norm.detach(), balance])
 
     def _gradients(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         """Accumulate the gradient of a batch; return its mean loss and the load-balance loss, on the
@@ -221,7 +235,9 @@ class _Run:
     def evaluate(self) -> None:
         """Evaluate and write the result into the row of the current step."""
         started = time.perf_counter()
-        loss = evaluate(self.model, self.eval_windows, self.config.batch_size // self.config.micro_batches)
+        batch_size = self.config.batch_size // self.config.micro_batches
+        self.window_losses = window_losses(self.model, self.eval_windows, batch_size).tolist()
+        loss = sum(self.window_losses) / len(self.window_losses)
         if self.step == 0:
             self.rows.append(self._row(0))
         row = self.rows[-1]
@@ -254,6 +270,7 @@ class _Run:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "curve": self.rows,
+            "window_losses": self.window_losses,
             "probes": self.probes,
             "target": self.target,
             "seconds": self.seconds,
@@ -281,6 +298,7 @@ class _Run:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.rows, self.probes, self.target = state["curve"], state["probes"], state["target"]
+        self.window_losses = state["window_losses"]
         self.seconds, self.timed_tokens = state["seconds"], state["timed_tokens"]
         for row in self.rows[1:]:
             self.watch.observe(row["train_loss"], row["grad_norm"])
@@ -304,4 +322,4 @@ class _Run:
         }
         if self.device.type == "cuda":
             timings["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.device)
-        return TrainResult(self.rows, self.probes, outcome, timings, self.model)
+        return TrainResult(self.rows, self.probes, self.window_losses, outcome, timings, self.model)

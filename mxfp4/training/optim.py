@@ -15,15 +15,19 @@ from mxfp4.training.config import TrainConfig
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over `model`, one fused kernel a step; the caller sets the learning rate at each step."""
+    """AdamW over `model`, one fused kernel a step; the caller sets the learning rate at each step.
+
+    On a GPU the learning rate and step counts are tensors there, so that a step can be captured in a CUDA graph.
+    """
     params = list(model.parameters())
+    gpu = params[0].device.type == "cuda"
+    lr = torch.tensor(config.lr, device=params[0].device) if gpu else config.lr
     groups = [
         {"params": [p for p in params if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
-    )
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=config.eps, fused=True, capturable=gpu)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -38,4 +42,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr

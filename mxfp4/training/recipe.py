@@ -220,7 +220,7 @@ def _change(r: Recipe, gemms: tuple[str, ...] = GEMMS, tensors: str = "xwg", **c
     """`r` with `changes` in its FP4 operands among `gemms` and `tensors`; ValueError where there is none to change."""
     reached = [(g, t) for (g, t), op in r.operands().items() if g in gemms and t in tensors and op.format in FP4]
     if not reached:
-        raise ValueError(f"none of the operands that it would change is in FP4")
+        raise ValueError("none of the operands that it would change is in FP4")
     if "hadamard" in changes and any(r.operands()[key].hadamard for key in reached):
         raise ValueError("those operands have a rotation already; allowed is one")
     new = {}

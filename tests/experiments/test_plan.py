@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 from fakes import TINY, FakeCorpus
 
 import mxfp4
@@ -16,7 +17,7 @@ from mxfp4.errors import UserError
 from mxfp4.experiments.plan import FULL, SMALL, Plan, plan
 from mxfp4.experiments.scales import CPU, SCALES
 from mxfp4.experiments.store import Store
-from mxfp4.experiments.workers import arm_name, run_plan
+from mxfp4.experiments.workers import arm_name, places, run_plan
 
 CORPUS = FakeCorpus()
 SCALE = replace(
@@ -209,3 +210,17 @@ def test_two_processes_with_one_arm_train_it_once(store):
     output, _ = first.communicate(timeout=120)
     assert "1 arms trained" in output and summary.trained == ["bf16-s0"]
     assert len(store.load("cpu")) == 1 and not store.begun()
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_no_arm_begins_after_the_last_start(store, jobs):
+    summary = run_plan(small(), store, jobs=jobs, device="cpu", corpus=CORPUS, last_start=0)
+    assert not summary.trained and not summary.paused and len(summary.left) == len(small().arms)
+    assert "run it again to go on" in str(summary)
+
+
+def test_arms_are_dealt_over_all_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [str(d) for d in places(torch.device("cuda"), 2)] == ["cuda:0", "cuda:1"] * 2
+    assert [str(d) for d in places(torch.device("cuda:1"), 2)] == ["cuda:1"] * 2
+    assert [str(d) for d in places(torch.device("cpu"), 3)] == ["cpu"] * 3

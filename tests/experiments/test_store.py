@@ -34,7 +34,7 @@ def result(loss=3.0, status="finished", probes=()):
         "target": None,
     }
     timings = {"train_seconds": 1.0, "evaluate_seconds": 0.1, "tokens_per_second": 700.0}
-    return TrainResult([row], list(probes), outcome, timings, None)
+    return TrainResult([row], list(probes), [3.0, 3.5], outcome, timings, None)
 
 
 @pytest.fixture
@@ -58,6 +58,7 @@ def test_a_record_comes_back(store):
     assert store.get(config, "cpu") is None
     record = store.put(config, trained, "cpu", corpus="fake")
     again = store.get(config, "cpu")
+    assert again.window_losses == pytest.approx(trained.window_losses, abs=1e-6)
     assert again.config == config and again.outcome == trained.outcome and again.run_id == record.run_id
     pd.testing.assert_frame_equal(again.curve, pd.DataFrame(trained.curve))
     assert again.probes.to_dict("records") == [probe]

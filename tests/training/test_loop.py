@@ -14,6 +14,7 @@ from fakes import TINY, FakeCorpus, tiny_config
 
 from mxfp4.errors import UserError
 from mxfp4.training import checkpoint
+from mxfp4.training.evaluate import token_loss
 from mxfp4.training.loop import train
 from mxfp4.training.model import build_model
 from mxfp4.training.optim import learning_rate, make_optimizer
@@ -36,6 +37,15 @@ def test_a_small_model_learns_and_the_curve_is_complete():
     assert result.curve[-1]["eval_bpb"] == pytest.approx(losses[60] / math.log(2) / 4.0)
     assert result.outcome["status"] == "finished" and result.outcome["final_loss"] == losses[60]
     assert result.timings["tokens_per_second"] > 0
+
+
+def test_window_losses_are_those_of_the_last_evaluation():
+    result = run(tiny_config(eval_sequences=6))
+    assert len(result.window_losses) == 6
+    assert sum(result.window_losses) / 6 == pytest.approx(result.outcome["final_loss"], rel=1e-12)
+    windows, model = CORPUS.eval_windows(6, 16), result.model.eval()
+    each = [token_loss(model, window[None]).item() for window in windows]
+    assert result.window_losses == pytest.approx(each, rel=1e-5)
 
 
 def test_arms_of_a_seed_start_from_the_same_weights_and_see_the_same_batches():
@@ -155,6 +165,7 @@ import sys, torch
 torch.set_num_threads(1)
 sys.path.insert(0, {tests!r})
 from fakes import FakeCorpus, tiny_config
+from mxfp4.training.evaluate import token_loss
 from mxfp4.training.loop import train
 train(tiny_config(recipe={recipe!r}, steps=400), corpus=FakeCorpus(), device="cpu", progress=False,
       checkpoint_dir={folder!r}, checkpoint_seconds=0)

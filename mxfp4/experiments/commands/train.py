@@ -9,11 +9,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register the sub-command."""
     parser = subparsers.add_parser("train", help="train the missing arms of a plan", description=__doc__)
     add_plan_arguments(parser)
-    parser.add_argument("--jobs", type=int, help="arms at a time (default: the scale's)")
+    parser.add_argument("--jobs", type=int, help="arms at a time on each device (default: the scale's)")
     parser.add_argument(
         "--max-minutes", type=float, metavar="M", help="stop after M minutes, with checkpoints"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU if there is one")
+    parser.add_argument(
+        "--last-start", type=float, metavar="M", help="begin no arm after M minutes; those in work are finished"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: every GPU, or the CPU where there is none")
     parser.add_argument("--quiet", action="store_true", help="print the summary alone")
     parser.set_defaults(handler=run)
 
@@ -46,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
     summary = run_plan(
         chosen_plan(args), _store(), jobs=args.jobs, device=args.device, max_minutes=args.max_minutes,
-        progress=not args.quiet,
+        last_start=args.last_start, progress=not args.quiet,
     )  # fmt: skip
     print(f"{args.plan} at scale {args.scale}: {summary}")
     if summary.failed:
