@@ -4,19 +4,23 @@ An arm differs from its neighbours in the recipe alone. Plans overlap (every one
 store knows an arm by its configuration, so nothing is trained twice. Arms are ordered by what is asked
 first, seeds last, so a plan that is cut short has all arms of the first seed.
 
-| plan         | question                                                        |
-|--------------|-----------------------------------------------------------------|
-| table1       | P1: which GEMM does MXFP4 hurt, which stabiliser helps          |
-| p2           | P2: which ingredient of the transposition-invariant recipe counts|
-| disagreement | does stochastic rounding fail by itself, or with a clipping rule|
-| others       | recipes of other papers                                         |
-| all          | these, in order                                                 |
+| plan         | question                                                                              |
+|--------------|---------------------------------------------------------------------------------------|
+| table1       | P1: which GEMM does MXFP4 hurt, which stabiliser helps                                |
+| disagreement | does stochastic rounding fail by itself, or with a clipping rule                      |
+| p2           | P2: which ingredient of the transposition-invariant recipe counts                     |
+| others       | recipes of other papers                                                               |
+| two-sided    | can a rotation and a scale that survives the transpose be had together                |
+| sizes        | do the costs of table1 grow or shrink with the model: three sizes, a factor 3 apart   |
+| moe          | does P2's recipe do for a mixture of experts what it does for a dense model           |
+| synthetic    | how much of an arm's loss is its own: a source of known entropy                       |
+| all          | those that the scale is for, in this order                                            |
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mxfp4.errors import UserError
 from mxfp4.experiments.scales import Scale, get_scale
@@ -45,11 +49,9 @@ def rule_by_rounding(rules: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"mxfp4{'' if rule == 'even' else '+' + rule}{r}" for rule in rules for r in ROUNDINGS)
 
 
-# Recipes of each plan: at a laptop's scale, and at every other.
-SMALL = {"table1": TABLE1, "p2": P2, "disagreement": ("bf16", *rule_by_rounding(("even", "rceil")))}
+# The recipes of each plan, and the fewer of a laptop's scale.
 FULL = {
     "table1": (*TABLE1, *ONE_GEMM),
-    "p2": (*P2, *BLOCK_SHAPES),
     "disagreement": (
         "bf16",
         *rule_by_rounding(("floor", "even", "ceil", "rceil")),
@@ -57,8 +59,50 @@ FULL = {
         "mxfp4+frht16",
         "mxfp4+h16-wgrad",
     ),
-    "others": ("nvfp4", "tseng", "tetrajet", "mxfp4+h16+tail15"),
+    "p2": (*P2, *BLOCK_SHAPES),
+    "others": ("bf16", "fp8", "nvfp4", "tseng", "tetrajet", "mxfp4+h16+tail15", "mxfp4+h16"),
+    "two-sided": (
+        "bf16",
+        "mxfp4",
+        "mxfp4+h16",
+        "mxfp4+2d",
+        "mxfp4+2d+h16",
+        "mxfp4+hh16",
+        "mxfp4+2d+hh16",
+        "ti2d",
+        "ti2d+hh16",
+    ),
+    "sizes": ("bf16", "fp8", "mxfp4-fprop-dgrad", "mxfp4", "mxfp4+h16"),
+    "moe": ("bf16", "mxfp4+2d", "ti2d", "mxfp4+h16"),
+    "synthetic": ("bf16", "fp8", *SCOPES[1:], *(f"mxfp4+{s}" for s in STABILISERS), "ti2d"),
 }
+SMALL = {
+    **FULL,
+    "table1": TABLE1,
+    "disagreement": ("bf16", *rule_by_rounding(("even", "rceil"))),
+    "p2": P2,
+    "synthetic": ("bf16", "mxfp4", "mxfp4+h16"),
+}
+PLANS = tuple(FULL)
+OWN_SETTINGS = ("sizes", "moe", "synthetic")
+"""Plans that a scale has only with settings for them."""
+LAPTOP = ("table1", "disagreement", "p2", "synthetic")
+"""Plans of a laptop's `all`, which is to take minutes; the others run when they are asked for."""
+
+
+def plans_of(scale: Scale) -> tuple[str, ...]:
+    """Names of the plans that can be run at a scale, in the order of `all`."""
+    return tuple(name for name in PLANS if name not in OWN_SETTINGS or name in scale.settings)
+
+
+def parts_of(name: str, scale: Scale) -> tuple[str, ...]:
+    """The plans that `name` stands for: those of `all`, or itself. UserError lists the known names."""
+    if name == "all":
+        return LAPTOP if scale.name == "cpu" else plans_of(scale)
+    if name not in plans_of(scale):
+        known = ", ".join([*plans_of(scale), "all"])
+        raise UserError(f"unknown plan {name!r} at scale {scale.name!r}; known: {known}")
+    return (name,)
 
 
 def plan(
@@ -69,23 +113,21 @@ def plan(
     seeds: Sequence[int] | None = None,
     **overrides,
 ) -> Plan:
-    """The plan `name` ("table1", "p2", "disagreement", "others", "all") at a scale.
+    """The plan `name` at a scale: one of PLANS, or "all".
 
     recipes, seeds: instead of the plan's own. overrides: fields of TrainConfig that every arm takes, such
     as steps or corpus. UserError lists the known names.
     """
     scale = get_scale(scale) if isinstance(scale, str) else scale
     known = SMALL if scale.name == "cpu" else FULL
-    if name != "all" and name not in known:
-        raise UserError(f"unknown plan {name!r} at scale {scale.name!r}; known: {', '.join([*known, 'all'])}")
-    wanted: dict[tuple[int, str], None] = {}
-    for part in known if name == "all" else (name,):
+    wanted: dict[TrainConfig, None] = {}
+    for part in parts_of(name, scale):
         for seed in seeds if seeds is not None else scale.seeds_of(part):
-            for r in recipes if recipes is not None else known[part]:
-                wanted.setdefault((seed, r))
+            for setting in scale.settings_of(part):
+                for r in recipes if recipes is not None else known[part]:
+                    wanted.setdefault(scale.config(r, seed, **{**setting, **overrides}))
     # All arms of a seed before the next seed; within one, plan after plan.
-    order = sorted(wanted, key=lambda pair: pair[0])
-    return Plan(name, scale, tuple(scale.config(r, seed, **overrides) for seed, r in order))
+    return Plan(name, scale, tuple(sorted(wanted, key=lambda config: config.seed)))
 
 
 @dataclass(frozen=True)
@@ -98,7 +140,8 @@ class ArmStatus:
     step: int
     """Step of its checkpoint, 0 without one."""
     seconds: float | None
-    """What the rest of it is estimated to take from records of this scale; 0 when done, None when unknown."""
+    """What the rest of it is estimated to take, from records of its model, else of other models by their active
+    weights; 0 when done, None without any record of this scale."""
 
     @property
     def done(self) -> bool:
@@ -117,12 +160,15 @@ class Plan:
         """Each arm: done, begun or missing, and its cost."""
         records = store.load(self.scale.name)
         costs = {model: _seconds_per_token(records, model) for model in {a.model for a in self.arms}}
+        elsewhere = _seconds_per_unit(records)
         found = []
         for config in self.arms:
             cost = costs[config.model]
             record = store.get(config, device)
             step = 0 if record else checkpoint.latest_step(store.checkpoint_dir(config, device)) or 0
             rate = cost.get(config.recipe, cost.get(""))
+            if rate is None and elsewhere is not None:
+                rate = elsewhere * _work(config.model)
             rest = (config.steps - step) * config.tokens_per_step
             found.append(
                 ArmStatus(config, record, step, 0.0 if record else None if rate is None else rest * rate)
@@ -149,3 +195,16 @@ def _seconds_per_token(records: list[Record], model: ModelConfig) -> dict[str, f
             took.setdefault(record.config.recipe, []).append(seconds / record.outcome["tokens"])
     means = {name: sum(values) / len(values) for name, values in took.items()}
     return {**means, "": sum(means.values()) / len(means)} if means else {}
+
+
+def _work(model: ModelConfig) -> int:
+    """Weights that a token meets."""
+    active = replace(model, n_experts=min(model.n_experts, model.n_experts_per_token))
+    return active.n_params_non_embedding() + model.vocab_size * model.dim
+
+
+def _seconds_per_unit(records: list[Record]) -> float | None:
+    """Seconds a token and active weight, the mean over models; None without a record."""
+    models = {record.config.model for record in records}
+    rates = [_seconds_per_token(records, m)[""] / _work(m) for m in models if _seconds_per_token(records, m)]
+    return sum(rates) / len(rates) if rates else None

@@ -6,12 +6,13 @@
 | gpu    | one GPU                    | tens of millions of weights  | minutes an arm                      |
 | mi355x | 8 MI355X, as in P1         | Llama 3.1-8B                 | MLPerf's rules: to 3.3 nats a token |
 
-The toy's learning rate was chosen without quantization, so that no arm is favoured.
+Learning rates were chosen without FP4, so that no arm is favoured. Some plans leave a scale's own setting: other
+sizes, experts, another source (`Scale.settings`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 
 from mxfp4.errors import UserError
 from mxfp4.training.config import ModelConfig, TrainConfig
@@ -45,6 +46,8 @@ class Scale:
     """Sequences of the fixed evaluation set."""
     seeds: dict[str, tuple[int, ...]]
     """Seeds of each plan; "" for those not named."""
+    settings: dict[str, tuple[dict, ...]] = field(default_factory=dict)
+    """Plans whose arms leave this scale's setting: the fields of TrainConfig that differ, once for each setting."""
     probe_steps: tuple[int, ...] = ()
     """Pairs of neighbouring steps at which seed 0 of each arm is probed."""
     target_loss: float | None = None
@@ -74,9 +77,30 @@ class Scale:
     def seeds_of(self, plan: str) -> tuple[int, ...]:
         return self.seeds.get(plan, self.seeds[""])
 
+    def settings_of(self, plan: str) -> tuple[dict, ...]:
+        return self.settings.get(plan, ({},))
+
 
 def _plain(values: dict) -> dict:
     return {k: v.to_dict() if isinstance(v, ModelConfig) else v for k, v in values.items()}
+
+
+def resized(scale: Scale, **sizes: int) -> dict:
+    """The setting of `scale` with another model: same batches and steps, learning rates times its width over the new
+    one, as the best rate of a Llama trained with Adam falls about as 1 / width. Not probed."""
+    model = replace(scale.model, **sizes)
+    lr, lr_min = (rate * scale.model.dim / model.dim for rate in (scale.lr, scale.lr_min))
+    return {"model": model, "lr": lr, "lr_min": lr_min, "probe_steps": ()}
+
+
+def with_experts(scale: Scale) -> dict:
+    """The setting of `scale` with 8 experts of half its feed-forward's width, 2 a token: equal active weights."""
+    return {"model": replace(scale.model, n_experts=8, ffn_dim=scale.model.ffn_dim // 2), "probe_steps": ()}
+
+
+def known_entropy(scale: Scale, vocab_size: int) -> dict:
+    """The setting of `scale` on the generator whose entropy is known."""
+    return {"corpus": "synthetic", "model": replace(scale.model, vocab_size=vocab_size), "probe_steps": ()}
 
 
 # The learning rate is the one of 1e-3, 2e-3, 3e-3, 4e-3, 8e-3, 1.6e-2 that ended lowest with recipe fp32 (no
@@ -98,6 +122,19 @@ CPU = Scale(
     seeds={"table1": (0, 1), "": (0,)},
     probe_steps=(30, 31, 140, 141),
     jobs=2,
+)
+CPU = replace(
+    CPU,
+    settings={
+        "sizes": (
+            resized(CPU, dim=64, n_layers=1, n_heads=2, ffn_dim=128),
+            {},
+            resized(CPU, dim=128, n_layers=4, n_heads=4, ffn_dim=384),
+        ),
+        "others": (resized(CPU, dim=128, n_heads=2, ffn_dim=256),),  # some rotate in blocks of 64
+        "synthetic": (known_entropy(CPU, 64),),
+        "moe": (with_experts(CPU),),
+    },
 )
 
 # About four passes over the corpus. The learning rate is the one of 5e-4, 1e-3, 2e-3, 4e-3 that ended lowest with
@@ -121,6 +158,18 @@ GPU = Scale(
     jobs=4,
     compile=True,
     capture=True,
+)
+GPU = replace(
+    GPU,
+    settings={
+        "sizes": (
+            resized(GPU, dim=384, n_layers=6, n_heads=6, n_kv_heads=3, ffn_dim=1024),
+            {},
+            resized(GPU, dim=768, n_layers=14, n_heads=12, n_kv_heads=6, ffn_dim=2048),
+        ),
+        "synthetic": (known_entropy(GPU, 1024),),
+        "moe": (with_experts(GPU),),
+    },
 )
 
 # Llama 3.1-8B by the MLPerf v5.1 rules (sequence 8192, global batch 32, evaluation every 12,288

@@ -14,10 +14,11 @@ from fakes import TINY, FakeCorpus
 
 import mxfp4
 from mxfp4.errors import UserError
-from mxfp4.experiments.plan import FULL, SMALL, Plan, plan
+from mxfp4.experiments.plan import FULL, SMALL, Plan, plan, plans_of
 from mxfp4.experiments.scales import CPU, SCALES
 from mxfp4.experiments.store import Store
-from mxfp4.experiments.workers import arm_name, places, run_plan
+from mxfp4.experiments.study import setting
+from mxfp4.experiments.workers import arm_name, places, run_plan, train_arm
 
 CORPUS = FakeCorpus()
 SCALE = replace(
@@ -35,14 +36,65 @@ def store(tmp_path):
     return Store(tmp_path / "runs")
 
 
-@pytest.mark.parametrize("scale", SCALES)
-def test_arms_of_a_plan_differ_in_recipe_and_seed_alone(scale):
-    arms = plan("all", scale).arms
-    assert len({(a.recipe, a.seed) for a in arms}) == len(arms)
-    for name in (f.name for f in fields(arms[0])):
-        if name not in ("recipe", "seed", "probe_steps"):
-            assert len({getattr(a, name) for a in arms}) == 1
+EACH = [(name, scale) for scale in SCALES for name in plans_of(SCALES[scale])]
+
+
+@pytest.mark.parametrize(("name", "scale"), EACH)
+def test_arms_of_a_setting_differ_in_recipe_and_seed_alone(name, scale):
+    arms = plan(name, scale).arms
+    assert len(set(arms)) == len(arms)
+    groups: dict[str, list] = {}
+    for arm in arms:
+        groups.setdefault(str(setting(arm)), []).append(arm)
+    assert len(groups) == len(SCALES[scale].settings_of(name))
+    for group in groups.values():
+        assert len({(a.recipe, a.seed) for a in group}) == len(group)
+        assert {a.recipe for a in group} == {a.recipe for a in arms}
     assert {a.probe_steps for a in arms if a.seed} <= {()}
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_plans_share_their_references(name):
+    """The size axis holds the study's own size, probed as there; another source or model is never mixed in."""
+    scale = SCALES[name]
+    table1, sizes = plan("table1", scale).arms, plan("sizes", scale).arms
+    assert {c for c in sizes if c.model == scale.model and c.seed == 0} <= set(table1)
+    assert not {c for n in ("moe", "synthetic") for c in plan(n, scale).arms} & set(table1)
+
+
+def test_three_sizes_a_factor_of_three_apart_at_one_rule():
+    scale = SCALES["gpu"]
+    sizes = [scale.config("bf16", 0, **s) for s in scale.settings_of("sizes")]
+    small, own, large = (c.model.n_params_non_embedding() for c in sizes)
+    assert 2.7 < own / small < 3.3 and 2.7 < large / own < 3.3 and sizes[1] == scale.config("bf16", 0)
+    for c in sizes:
+        assert c.model.dim % 128 == c.model.ffn_dim % 128 == 0 and c.model.head_dim == 64
+        assert c.lr * c.model.dim == pytest.approx(scale.lr * scale.model.dim) and c.tokens == sizes[1].tokens
+
+
+def test_experts_have_the_dense_models_active_weights():
+    scale = SCALES["gpu"]
+    (model,) = {c.model for c in plan("moe", scale).arms}
+    active = replace(model, n_experts=2).n_params_non_embedding() - model.n_layers * 2 * model.dim
+    assert (model.n_experts, model.n_experts_per_token) == (8, 2)
+    assert active == scale.model.n_params_non_embedding()
+
+
+def test_all_is_every_plan_and_on_a_laptop_a_few():
+    assert set(plan("all", "gpu").arms) == {c for n in plans_of(SCALES["gpu"]) for c in plan(n, "gpu").arms}
+    assert len(plan("all", "cpu").arms) < 50
+    assert plans_of(SCALES["mi355x"]) == ("table1", "disagreement", "p2", "others", "two-sided")
+
+
+@pytest.mark.parametrize("name", ["others", "two-sided", "sizes", "moe", "synthetic"])
+def test_plans_that_no_laptop_asks_for_by_itself_run_there(name, store):
+    few = {"steps": 2, "eval_every": 2, "warmup": 1, "eval_sequences": 2, "probe_steps": ()}
+    wanted = plan(name, "cpu", **few)
+    fake = {c.model.vocab_size: FakeCorpus(c.model.vocab_size) for c in wanted.arms}
+    for config in wanted.arms:
+        corpus = None if config.corpus == "synthetic" else fake[config.model.vocab_size]
+        assert train_arm(config, store, corpus=corpus, device="cpu") == "finished", config.recipe
+    assert len(wanted.records(store, "cpu")) == len(wanted.arms)
 
 
 def test_table_1_has_the_papers_scopes_and_stabilisers():
@@ -70,8 +122,10 @@ def test_seeds_come_last():
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(UserError, match="unknown plan 'table2' .*known: table1, p2, disagreement, all"):
+    with pytest.raises(UserError, match="unknown plan 'table2' .*known: table1, disagreement, .*, synthetic, all"):
         plan("table2", "cpu")
+    with pytest.raises(UserError, match="unknown plan 'sizes' at scale 'mi355x'"):
+        plan("sizes", "mi355x")
     with pytest.raises(UserError, match="scale 'tpu' is not known; allowed: cpu, gpu, mi355x"):
         plan("table1", "tpu")
     with pytest.raises(UserError, match="unknown TrainConfig field 'stepz'"):
@@ -101,6 +155,12 @@ def test_what_is_left_and_what_it_costs(store):
     timings = status[0].record.timings
     assert status[2].seconds == pytest.approx(timings["train_seconds"] + timings["evaluate_seconds"])
     assert [r.config.seed for r in wanted.records(store, "cpu")] == [0]
+
+
+def test_the_cost_of_a_size_without_records_follows_its_weights(store):
+    run_plan(small(recipes=("bf16",), seeds=(0,)), store, jobs=1, device="cpu", corpus=CORPUS)
+    own, wide = (plan("table1", SCALE, recipes=["fp8"], seeds=[0], **s) for s in ({}, {"model": replace(TINY, dim=128)}))
+    assert wide.status(store, "cpu")[0].seconds > 2 * own.status(store, "cpu")[0].seconds > 0
 
 
 def test_several_processes_give_the_bytes_of_one(store, tmp_path):

@@ -20,13 +20,23 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0."""
+    from mxfp4.experiments.plan import parts_of
     from mxfp4.experiments.store import Store
 
     plan = chosen_plan(args)
     status = plan.status(Store(), args.device)
     width = max(len(a.config.recipe) for a in status)
+    own = plan.scale.config("bf16", 0)
     for arm in status:
-        print(f"{arm.config.recipe:<{width}}  seed {arm.config.seed}  {_describe(arm)}")
+        where = setting_text(arm.config, own)
+        print(f"{arm.config.recipe:<{width}}  seed {arm.config.seed}  {_describe(arm)}{where and '  ' + where}")
+    parts = parts_of(args.plan, plan.scale)
+    if len(parts) > 1:
+        print()
+        by_config = {a.config: a for a in status}
+        for name in parts:
+            arms = chosen_plan(args, name).arms
+            print(f"{name:<12}  {_summary([by_config[a] for a in arms], plan.scale.jobs)}")
     counts = Counter("done" if a.done else "begun" if a.step else "missing" for a in status)
     tokens = sum((a.config.steps - a.step) * a.config.tokens_per_step for a in status if not a.done)
     done = f"{counts['done']} of {len(status)} arms done, {counts['begun']} begun"
@@ -48,6 +58,24 @@ def _describe(arm) -> str:
         return f"{text}, {outcome['reason']}" if outcome["reason"] else text
     text = f"begun, step {arm.step} of {arm.config.steps}" if arm.step else "missing"
     return text if arm.seconds is None else f"{text}, {duration(arm.seconds)}"
+
+
+def setting_text(config, own) -> str:
+    """How an arm's setting differs from the scale's `own`, in brackets; empty where it does not."""
+    model, parts = config.model, []
+    if model != own.model:
+        parts.append(f"{model.n_params_non_embedding() / 1e6:.3g} M weights")
+    if model.n_experts:
+        parts.append(f"{model.n_experts} experts")
+    if config.corpus != own.corpus:
+        parts = [config.corpus]
+    return f"[{', '.join(parts)}]" if parts else ""
+
+
+def _summary(arms: list, jobs: int) -> str:
+    left = [a for a in arms if not a.done]
+    done = f"{len(arms) - len(left):>3} of {len(arms):>3} arms done"
+    return f"{done}, {_cost(left, jobs)}" if left else done
 
 
 def _cost(left: list, jobs: int) -> str:

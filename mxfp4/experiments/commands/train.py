@@ -25,7 +25,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that pick a plan and some of its arms; `chosen_plan` reads them."""
     parser.add_argument("--scale", default="cpu", help="cpu, gpu or mi355x (default: cpu)")
     parser.add_argument(
-        "--plan", default="all", help="table1, p2, disagreement, others or all (default: all)"
+        "--plan",
+        default="all",
+        help="table1, disagreement, p2, others, two-sided, sizes, moe, synthetic or all (default: all)",
     )
     parser.add_argument(
         "--arm", action="append", metavar="RECIPE", help="these recipes instead; may be given again"
@@ -35,11 +37,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def chosen_plan(args: argparse.Namespace):
-    """The Plan that the options ask for."""
+def chosen_plan(args: argparse.Namespace, name: str | None = None):
+    """The Plan that the options ask for; name: instead of theirs."""
     from mxfp4.experiments.plan import plan  # imports torch
 
-    return plan(args.plan, args.scale, recipes=args.arm, seeds=args.seed)
+    return plan(name or args.plan, args.scale, recipes=args.arm, seeds=args.seed)
 
 
 def run(args: argparse.Namespace) -> int:
