@@ -60,7 +60,7 @@ FULL = {
         "mxfp4+h16-wgrad",
     ),
     "p2": (*P2, *BLOCK_SHAPES),
-    "others": ("bf16", "fp8", "nvfp4", "tseng", "tetrajet", "mxfp4+h16+tail15", "mxfp4+h16"),
+    "others": ("bf16", "fp8", "nvfp4", "tseng", "tetrajet", "quartet", "mxfp4+h16+tail15", "mxfp4+h16"),
     "two-sided": (
         "bf16",
         "mxfp4",

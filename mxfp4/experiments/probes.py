@@ -20,7 +20,8 @@ is of (tables in `operands` and `transposition`). On top of those:
 | "", "dw"       | pattern_next          | cosine of the gradient's error (against BF16) at t and at t + 1         |
 
 The first step of a pair gives the statistics, the second (t + 1, seen by the same object) the `pattern_next` rows. A
-run that was resumed between the two treats the second as a first one.
+run that was resumed between the two treats the second as a first one. Of a recipe with Quartet's forward only the whole
+gradient is measured.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class _Look:
         for name in names:
             self._gradient(name, own, reference, before)
             for layer in tensors.values():
-                self._layer(name, layer, before)
+                if not self._recipe(name, layer.fqn).quest:  # its GEMMs read a projection of these tensors
+                    self._layer(name, layer, before)
         if before is not None:
             self._held(before, names)
             return
@@ -186,6 +188,8 @@ class _Look:
         for fqn, layer in tensors.items():
             for name in names:
                 used = self._recipe(name, fqn)
+                if used.quest:
+                    continue
                 error = operands.dw_error(layer, used, operands.prepared(layer, used, self._seed(fqn, 0)))
                 first = before.errors.get((name, fqn, "wgrad", "dw"))
                 if first is not None:

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mxfp4.numerics.formats import elem_format
+from mxfp4.numerics.formats import BLOCK, elem_format
 from mxfp4.numerics.hadamard import Hadamard, rotate_last
 from mxfp4.numerics.matmul import as_dtype, gemm, gemm_dtype
 from mxfp4.numerics.nvfp4 import nvfp4_values
@@ -180,6 +180,8 @@ def _multiple(op: Operand) -> int:
 def size_problem(in_features: int, out_features: int, layer_recipe: Recipe) -> str | None:
     """Why these feature sizes do not fit the recipe, in a sentence, or None."""
     sizes = {"in_features": in_features, "out_features": out_features}
+    if layer_recipe.quest and in_features % BLOCK:
+        return f"in_features={in_features} is not a multiple of {BLOCK}, which recipe {layer_recipe.name!r} needs in fprop"
     for (gemm_name, name), op in layer_recipe.operands().items():
         for axis in _axes_cut(gemm_name, name, op):
             side = SIDES[name][axis]

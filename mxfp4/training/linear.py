@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mxfp4.numerics import ops
 from mxfp4.training.gemms import both_operands, operand, product, size_problem, token_multiple
+from mxfp4.training.quest import project
 from mxfp4.training.recipe import Recipe, layer_index, recipe
 
 DEFAULT_SKIP = ("output", "lm_head", "head", "router", "gate")
@@ -112,8 +113,11 @@ class MXFP4Linear(nn.Linear):
         padded = max(-(-tokens // multiple), 1) * multiple
         if padded != tokens:  # zero tokens add nothing to any of the three products
             flat = nn.functional.pad(flat, (0, 0, 0, padded - tokens))
-        wanted = tuple(torch.is_grad_enabled() and t.requires_grad for t in (flat, self.weight))
-        y = _QuantizedLinear.apply(flat, self.weight, self.recipe, self.draw_seed(), out_dtype, wanted)
+        weight = self.weight
+        if self.recipe.quest:
+            flat, weight = project(flat, out_dtype), project(weight, out_dtype)
+        wanted = tuple(torch.is_grad_enabled() and t.requires_grad for t in (flat, weight))
+        y = _QuantizedLinear.apply(flat, weight, self.recipe, self.draw_seed(), out_dtype, wanted)
         y = y[:tokens].reshape(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(out_dtype)
 

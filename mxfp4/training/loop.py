@@ -88,8 +88,8 @@ def train(
 
     corpus: None packs or opens `config.corpus`. device: None is the GPU if there is one.
     checkpoint_seconds: time between checkpoints (0: one a step). on_step: called with the number of each
-    finished step. compile: torch.compile on each block. capture: run a step as one CUDA graph, where the model
-    has no experts. stop: asked after each step; True leaves a
+    finished step. compile: torch.compile on each block. capture: run a step as one CUDA graph. A model with
+    experts runs without either. stop: asked after each step; True leaves a
     checkpoint and gives the outcome "paused".
     Raises UserError when the corpus or checkpoint does not fit the configuration, or a checkpoint cannot be
     written.
@@ -99,7 +99,8 @@ def train(
         from mxfp4.training.packing import prepare  # slow to import, and not needed for a given corpus
 
         corpus = prepare(config.corpus, config.model.vocab_size, progress=progress)
-    run = _Run(config, corpus, device, compile, capture and not config.model.n_experts)
+    dense = not config.model.n_experts  # how many tokens an expert gets changes from step to step
+    run = _Run(config, corpus, device, compile and dense, capture and dense)
     if checkpoint_dir is not None:
         run.resume(Path(checkpoint_dir))
     bar = tqdm(

@@ -139,12 +139,16 @@ class Recipe:
     """Double quantization (TetraJet): the backward quantizes the forward's quantized X and W, not their sources."""
     bf16_tail: float = 0.0
     """Share of the last layers (`layers.N` in their names) that stays in BF16."""
+    quest: bool = False
+    """Quartet's forward: every GEMM reads X and W as `training.quest` projects them on MXFP4, exact in BF16."""
 
     def __post_init__(self):
         if not 0 <= self.bf16_tail < 1:
             raise ValueError(f"bf16_tail={self.bf16_tail!r} is not allowed; it lies in [0, 1)")
         if self.requantize and any(pair.a.hadamard for pair in (self.fprop, self.dgrad, self.wgrad)):
             raise ValueError(f"recipe {self.name!r}: requantize has no meaning with a rotation, which differs by GEMM")
+        if self.quest and (self.requantize or self.fprop != Gemm()):
+            raise ValueError(f"recipe {self.name!r}: quest projects X and W, so fprop takes them in bf16 as they are")
 
     def for_layer(self, fqn: str, n_layers: int = 0) -> Recipe:
         """The recipe of the layer called `fqn` in a model of `n_layers` blocks, without overrides or tail."""
@@ -181,6 +185,8 @@ class Recipe:
                 pair = getattr(part, gemm)
                 a, b = TENSORS[gemm]
                 lines.append(f"  {gemm}{title}: {a} {pair.a} | {b} {pair.b}")
+        if self.quest:
+            lines.append("  X and W projected on mxfp4 by QuEST before all three")
         if self.requantize:
             lines.append("  backward quantizes the quantized X and W again")
         if self.bf16_tail:
@@ -264,6 +270,7 @@ MODIFIERS: dict[str, Callable[[Recipe], Recipe]] = {
     "2d-w": lambda r: _change(r, tensors="w", block="2d"),
     "qk8": lambda r: replace(r, overrides=(*r.overrides, Override(_QUERY_KEY, **_MXFP8))),
     "double": lambda r: replace(r, requantize=True),
+    "quest": lambda r: replace(r, fprop=Gemm(), quest=True),
     "tail15": lambda r: replace(r, bf16_tail=0.15),
     **{rule: lambda r, rule=rule: _change(r, scale_rule=rule) for rule in SCALE_RULES},
     **{h: lambda r, h=h: _change(r, hadamard=h) for h in ROTATIONS},
@@ -278,6 +285,7 @@ OTHERS = {
     "nvfp4": "nvfp4-plain+2d-w+sr-grad+frht16-wgrad+tail15",
     "tseng": "mxfp4-bwd+prescale+sr+rht64",
     "tetrajet": "mxfp4+rceil+sr-bwd+double",
+    "quartet": "mxfp4-bwd+prescale+sr+rht32+quest",
 }
 
 _SCOPES = ("mxfp4-fprop", "mxfp4-fprop-dgrad", "mxfp4")

@@ -1,0 +1,61 @@
+"""The forward of Quartet (arXiv 2505.14669): X and W projected on MXFP4 by QuEST, clipped values kept from the gradient.
+
+A tensor t [R, C], C contracted by the forward GEMM, is rotated by H32 along C and cut into blocks of 32. A block's scale
+follows its spread and not its maximum, so that a Gaussian block is rounded with the least mean square error:
+
+    scale = 2^floor(log2(CLIP * std + EPS)),   value = E2M1(t H / scale) * scale to nearest even, saturating,
+    kept = |t H / scale| < 6
+
+Both operands stay rotated: H cancels in their product, and the values are exact in BF16. The backward of the layer
+quantizes these values again; what comes back is masked by `kept` and rotated back, dt = (d * kept) H. Constants, the
+floor and the standard deviation about the block's mean are those of the authors' public code (Quartet and QuTLASS).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mxfp4.numerics.formats import BLOCK, E2M1
+from mxfp4.numerics.hadamard import rotate_last
+from mxfp4.numerics.rounding import round_nearest
+
+CLIP = 2.92247856 / 6.0
+EPS = 1e-8
+
+# An operator for the reason given in `numerics.ops`: eager and compiled runs give the same bytes.
+_library = torch.library.Library("mxfp4", "FRAGMENT")
+_library.define("quest(Tensor t) -> (Tensor, Tensor)")
+
+
+@torch.library.impl(_library, "quest", "CompositeExplicitAutograd")
+def _quest(t):
+    blocks = rotate_last(t.float(), BLOCK).view(-1, BLOCK)
+    spread = blocks.std(dim=-1, keepdim=True, correction=0) * CLIP + EPS
+    scale = (spread.view(torch.int32) & 0x7F800000).view(torch.float32)  # the exponent alone
+    scaled = blocks / scale
+    return (round_nearest(scaled, E2M1) * scale).view(t.shape), (scaled.abs() < E2M1.max).view(t.shape)
+
+
+@torch.library.register_fake("mxfp4::quest", lib=_library)
+def _quest_shapes(t):
+    return torch.empty_like(t, dtype=torch.float32), torch.empty_like(t, dtype=torch.bool)
+
+
+class _Projection(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t: Tensor, source: torch.dtype):
+        values, kept = torch.ops.mxfp4.quest(t.to(source).contiguous())
+        ctx.save_for_backward(kept)
+        return values.to(t.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (kept,) = ctx.saved_tensors
+        masked = torch.where(kept, grad, torch.zeros((), dtype=grad.dtype, device=grad.device))
+        return rotate_last(masked.float(), BLOCK).to(grad.dtype), None
+
+
+def project(t: Tensor, source: torch.dtype) -> Tensor:
+    """Values [R, C] of `t` read in the dtype `source`, rotated along C, in the dtype of `t`; C a multiple of 32."""
+    return _Projection.apply(t, source)
