@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mxfp4.numerics.formats import BLOCK, E2M1
 from mxfp4.numerics.hadamard import rotate_last
+from mxfp4.numerics.matmul import as_dtype
 from mxfp4.numerics.rounding import round_nearest
 
 CLIP = 2.92247856 / 6.0
@@ -47,13 +48,13 @@ class _Projection(torch.autograd.Function):
     def forward(ctx, t: Tensor, source: torch.dtype):
         values, kept = torch.ops.mxfp4.quest(t.to(source).contiguous())
         ctx.save_for_backward(kept)
-        return values.to(t.dtype)
+        return as_dtype(values, t.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         (kept,) = ctx.saved_tensors
         masked = torch.where(kept, grad, torch.zeros((), dtype=grad.dtype, device=grad.device))
-        return rotate_last(masked.float(), BLOCK).to(grad.dtype), None
+        return as_dtype(rotate_last(masked.float(), BLOCK), grad.dtype), None
 
 
 def project(t: Tensor, source: torch.dtype) -> Tensor:
