@@ -38,6 +38,8 @@ _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed 64-bit intege
 
 @torch.library.impl(_library, "draw_seed", "CompositeExplicitAutograd")
 def _draw_seed(counter):
+    if torch._C._current_graph_task_id() != -1:  # activation checkpointing runs a forward again inside a backward
+        return counter[0] + (counter[1] - 1) * _GOLDEN
     seed = counter[0] + counter[1] * _GOLDEN
     counter[1] += 1
     return seed
@@ -148,8 +150,9 @@ def _fake_quantize_pair_shape(x, *how):
     return x.new_empty(x.shape, dtype=how[15]), x.new_empty(x.shape[::-1], dtype=how[15])
 
 
-# int64 [2], (key, draws so far) -> the next seed; counts the draw. As one operator it cannot be recomputed after the
-# count has moved on.
+# int64 [2], (key, draws so far) -> the next seed; counts the draw. As one operator a compiler cannot recompute it after
+# the count has moved on; where a forward is run again for its gradients, it gives the last seed once more, so that the
+# gradients are those of what the first forward computed.
 draw_seed = torch.ops.mxfp4.draw_seed.default
 # (x * scale) in E4M3 or E5M2, to nearest even by torch's cast, in FP32: one pass on the CPU.
 scaled_fp8 = torch.ops.mxfp4.scaled_fp8.default

@@ -87,17 +87,21 @@ class MXFP4Linear(nn.Linear):
         how = {"recipe": recipe, "fqn": fqn, "seed": seed, "n_layers": n_layers}
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta", **how)
         layer.weight, layer.bias = linear.weight, linear.bias
-        layer.rng = layer.rng.new_tensor([_layer_key(seed, fqn), 0], device=linear.weight.device)
+        layer.init_rng(linear.weight.device)
         return layer.train(linear.training)
 
     def _configure(self, name, fqn: str, seed: int, n_layers: int) -> None:
-        self.fqn = fqn
+        self.fqn, self.key = fqn, _layer_key(seed, fqn)
         self.recipe = recipe(name).for_layer(fqn, n_layers)
         problem = size_problem(self.in_features, self.out_features, self.recipe)
         if problem:
             raise ValueError(f"layer {fqn or type(self).__name__!r}: {problem}")
-        state = torch.tensor([_layer_key(seed, fqn), 0], dtype=torch.int64, device=self.weight.device)
-        self.register_buffer("rng", state, persistent=False)  # (key of the layer, forwards so far)
+        self.register_buffer("rng", None, persistent=False)  # (key of the layer, forwards so far)
+        self.init_rng(self.weight.device)
+
+    def init_rng(self, device: torch.device | None) -> None:
+        """Start the layer's random numbers anew, on `device`; also after `to_empty` from the meta device."""
+        self.rng = torch.tensor([self.key, 0], dtype=torch.int64, device=device)
 
     def draw_seed(self) -> Tensor | None:
         """The next call's seed, or None where the recipe draws nothing."""
@@ -107,8 +111,9 @@ class MXFP4Linear(nn.Linear):
         device = x.device.type
         autocast = torch.is_autocast_enabled(device)
         out_dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
-        tokens = x.numel() // self.in_features if x.numel() else 0
-        flat = x.reshape(tokens, self.in_features).to(out_dtype)
+        out_features, in_features = self.weight.shape  # of this rank's part, where the layer is split among several
+        tokens = x.numel() // in_features if x.numel() else 0
+        flat = x.reshape(tokens, in_features).to(out_dtype)
         multiple = token_multiple(self.recipe)
         padded = max(-(-tokens // multiple), 1) * multiple
         if padded != tokens:  # zero tokens add nothing to any of the three products
@@ -118,7 +123,7 @@ class MXFP4Linear(nn.Linear):
             flat, weight = project(flat, out_dtype), project(weight, out_dtype)
         wanted = tuple(torch.is_grad_enabled() and t.requires_grad for t in (flat, weight))
         y = _QuantizedLinear.apply(flat, weight, self.recipe, self.draw_seed(), out_dtype, wanted)
-        y = y[:tokens].reshape(*x.shape[:-1], self.out_features)
+        y = y[:tokens].reshape(*x.shape[:-1], out_features)
         return y if self.bias is None else y + self.bias.to(out_dtype)
 
     def extra_repr(self) -> str:
