@@ -1,12 +1,12 @@
 """Benchmarks, their shared part: rows of results with the machine they come from, and who else is measured.
 
-Each benchmark checks results first, then reports medians, its rivals in the same run. A speed of emulated FP4 is what
-a training step pays for emulating FP4 on a chip without it; it is never the speed of FP4 arithmetic.
+Each benchmark checks results first, then reports medians, its rivals in the same run. What fails becomes a row with a
+`problem` and the rest goes on. A speed of emulated FP4 is what a training step pays for emulating FP4 on a chip without
+it; it is never the speed of FP4 arithmetic.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import statistics
 import time
@@ -25,9 +25,21 @@ def write(path: Path, kind: str, device: str, rows: list[dict]) -> None:
     path.write_text(json.dumps(data, indent=1) + "\n")
 
 
+def attempt(name: str, who: str, measure: Callable[[], dict]) -> dict:
+    """{name, who} and what `measure` returns; where it raises, {name, who, problem} with the error in one line."""
+    try:
+        return {"name": name, "who": who, **measure()}
+    except Exception as error:  # a rival may fail in any way, and its failure is the result
+        text = f"{type(error).__name__}: {error}".strip()
+        return {"name": name, "who": who, "problem": text.splitlines()[0][:300]}
+
+
 def gpu_seconds(call: Callable, repeat: int = 25) -> float:
-    """Median time of `call` on the GPU, by events; what the caches hold is overwritten before each."""
-    flush = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
+    """Median time of `call` on the GPU, by events; what the caches hold is overwritten before each.
+
+    Overwriting takes about a quarter of a millisecond, so that the next call is queued before the GPU is free for it.
+    """
+    flush = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
     for _ in range(3):
         call()
     events = []
@@ -56,10 +68,8 @@ def cpu_seconds(call: Callable, repeat: int = 7, limit: float = 8.0) -> tuple[fl
     return statistics.median(t[0] for t in times), statistics.median(t[1] for t in times)
 
 
-def torchao_to_mx() -> Callable | None:
-    """torchao's quantizer, x -> (scale, codes) in E2M1 with the floor rule, where torchao is installed."""
-    if importlib.util.find_spec("torchao") is None:
-        return None
+def torchao_to_mx() -> Callable:
+    """torchao's quantizer, x -> (scale, codes) in E2M1 with the floor rule. ImportError where there is no torchao."""
     from torchao.prototype.mx_formats.mx_tensor import to_mx
 
     return lambda x: to_mx(x, torch.float4_e2m1fn_x2, 32)

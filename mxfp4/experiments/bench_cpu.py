@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import mxfp4
-from mxfp4.experiments.bench import cpu_seconds, torchao_to_mx
+from mxfp4.experiments.bench import attempt, cpu_seconds, torchao_to_mx
 from mxfp4.numerics.isa import orientation
 from mxfp4.numerics.kernels import quantize_cpu, quantize_torch
 
@@ -19,17 +19,15 @@ SIZE, TOY = 4096, (1024, 256)
 
 
 def rows(rivals: bool = True) -> Iterator[dict]:
-    """One dict a measurement: name, who, seconds, elements a second, correct."""
+    """One dict a measurement: name, who, then seconds, elements a second, correct; or a problem."""
     torch.manual_seed(0)
     x = torch.randn(SIZE, SIZE)
     how = orientation(scale_rule="floor")
     expected = quantize_torch.quantize_packed(x[:256], how.spec, None, None)
 
-    def measured(name: str, who: str, call, data: Tensor, correct: bool | None) -> dict:
+    def measured(call, data: Tensor, correct: bool | None) -> dict:
         seconds, processor = cpu_seconds(call)
         return {
-            "name": name,
-            "who": who,
             "seconds": seconds,
             "processor_seconds": processor,
             "elements_per_second": data.numel() / seconds,
@@ -41,16 +39,20 @@ def rows(rivals: bool = True) -> Iterator[dict]:
             scales.view(torch.uint8).flatten(), expected[1].flatten()
         )
 
-    if quantize_cpu.kernel() is not None:
-        values, scales = quantize_cpu.quantize_matrix(x[None, :256], how, None, None)[0]
-        call = lambda: quantize_cpu.quantize_matrix(x[None], how, None, None)
-        yield measured("packed", "mxfp4, C", call, x, same(values, scales))
-    call = lambda: quantize_torch.quantize_matrix(x[None], how, None, None)
-    yield measured("packed", "mxfp4, twin", call, x, True)
-    to_mx = torchao_to_mx() if rivals else None
-    if to_mx is not None:
+    def ours(quantize) -> dict:
+        values, scales = quantize(x[None, :256], how, None, None)[0]
+        return measured(lambda: quantize(x[None], how, None, None), x, same(values, scales))
+
+    def torchao() -> dict:
+        to_mx = torchao_to_mx()
         scales, values = to_mx(x[:256])
-        yield measured("packed", "torchao", lambda: to_mx(x), x, same(values, scales))
+        return measured(lambda: to_mx(x), x, same(values, scales))
+
+    if quantize_cpu.kernel() is not None:
+        yield attempt("packed", "mxfp4, C", lambda: ours(quantize_cpu.quantize_matrix))
+    yield attempt("packed", "mxfp4, twin", lambda: ours(quantize_torch.quantize_matrix))
+    if rivals:
+        yield attempt("packed", "torchao", torchao)
     toy = torch.randn(TOY)
     for name, options in {
         "values": {},
@@ -58,4 +60,4 @@ def rows(rivals: bool = True) -> Iterator[dict]:
         "values, sr": {"rounding": "stochastic", "seed": torch.tensor(3)},
     }.items():
         call = lambda options=options: mxfp4.fake_quantize(toy, scale_rule="even", **options)
-        yield measured(f"{name}, {TOY[0]}x{TOY[1]}", "mxfp4", call, toy, None)
+        yield attempt(f"{name}, {TOY[0]}x{TOY[1]}", "mxfp4", lambda call=call: measured(call, toy, None))

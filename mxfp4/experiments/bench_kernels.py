@@ -1,7 +1,7 @@
 """Quantizers and emulated GEMMs on a GPU, against the bandwidth of a copy, cuBLAS or hipBLAS, and their rivals.
 
 16384 x 8192 BF16. A quantizer's ratio is (bytes it has to read and write / its time) over the same of a
-device-to-device copy in the same run.
+device-to-device copy in the same run; a GEMM's, the time of the library's BF16 GEMM over its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import mxfp4
-from mxfp4.experiments.bench import gpu_seconds, torchao_to_mx
+from mxfp4.experiments.bench import attempt, gpu_seconds, torchao_to_mx
 from mxfp4.numerics.isa import orientation
 from mxfp4.numerics.kernels import quantize_matrix, quantize_torch
 from mxfp4.numerics.kernels.quantize_torch import Orientation
@@ -42,94 +42,129 @@ OURS: dict[str, tuple[Orientation | None, Orientation | None]] = {
     "values, both, h16": (_VH, _VH),
     "values, both, 2d": (_VSQUARE, _VSQUARE),
 }
+ROUNDINGS = {"": {}, ", h16": {"hadamard": mxfp4.Hadamard(16)}, ", sr": {"rounding": "stochastic"}}
 
 
 def rows(rivals: bool = True) -> Iterator[dict]:
-    """One dict a measurement: name, who, seconds, ratio (None where it has no meaning), correct."""
+    """One dict a measurement: name, who, then seconds, ratio (None where it has no meaning), correct; or a problem."""
     torch.manual_seed(0)
     x = torch.randn(ROWS, COLUMNS, device=DEVICE).to(BF16)
-    bandwidth = _bandwidth(x)
+    target = torch.empty_like(x)
+    bandwidth = 2 * nbytes(x) / gpu_seconds(lambda: target.copy_(x))
+    del target
     yield {"name": "copy", "who": "torch", "bytes_per_second": bandwidth}
     seed = torch.tensor(5, device=DEVICE)
 
-    def measured(name: str, who: str, call: Callable, outputs: list[Tensor], correct: bool | None) -> dict:
+    def measured(call: Callable[[], list[Tensor]], correct: Callable[[list[Tensor]], bool | None]) -> dict:
+        outputs = call()
+        right, moved = correct(outputs), nbytes(x, *outputs)
+        del outputs
         seconds = gpu_seconds(call)
-        moved = nbytes(x, *outputs)
-        return {
-            "name": name,
-            "who": who,
-            "seconds": seconds,
-            "bytes": moved,
-            "ratio": moved / seconds / bandwidth,
-            "correct": correct,
-        }
+        return {"seconds": seconds, "bytes": moved, "ratio": moved / seconds / bandwidth, "correct": right}
 
     for name, (row, col) in OURS.items():
-        outputs = [t for pair in quantize_matrix(x[None], row, col, seed) for t in pair if t is not None]
-        call = lambda row=row, col=col: quantize_matrix(x[None], row, col, seed)
-        yield measured(name, "mxfp4", call, outputs, _is_twin(x, row, col, seed))
+        call = lambda row=row, col=col: tensors(quantize_matrix(x[None], row, col, seed))
+        is_twin = lambda outputs, row=row, col=col: _is_twin(x, row, col, seed)
+        yield attempt(name, "mxfp4", lambda call=call, right=is_twin: measured(call, right))
     if rivals:
-        yield from _rivals(x, seed, measured)
-    yield from _gemms(seed)
+        for name, who, make in _rivals(x, seed):
+            yield attempt(name, who, lambda make=make: measured(*make()))
+    del x
+    yield from _gemms(seed, rivals)
 
 
-def _bandwidth(x: Tensor) -> float:
-    """Bytes a second that a copy of x on the device reads and writes."""
-    target = torch.empty_like(x)
-    return 2 * nbytes(x) / gpu_seconds(lambda: target.copy_(x))
+def nbytes(*outputs: Tensor) -> int:
+    """Bytes that these tensors hold."""
+    return sum(t.numel() * t.element_size() for t in outputs)
 
 
-def nbytes(*tensors: Tensor) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+def tensors(outputs) -> list[Tensor]:
+    """What `quantize_matrix` returned, without what it was not asked for."""
+    return [t for pair in outputs for t in pair if t is not None]
+
+
+def _equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    """Whether two lists hold the same bytes, whatever their shapes and dtypes."""
+    ours, theirs = ([t.reshape(-1).view(torch.uint8) for t in side] for side in (ours, theirs))
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def _is_twin(x: Tensor, row: Orientation | None, col: Orientation | None, seed: Tensor) -> bool:
     """Whether a part of x comes out as the plain-torch twin has it."""
     part = x[None, :512, :1024]
-    ours = [t for pair in quantize_matrix(part, row, col, seed) for t in pair if t is not None]
-    twin = [t for pair in quantize_torch.quantize_matrix(part, row, col, seed) for t in pair if t is not None]
-    return all(torch.equal(a, b) for a, b in zip(ours, twin, strict=True))
+    ours, twin = (q(part, row, col, seed) for q in (quantize_matrix, quantize_torch.quantize_matrix))
+    return _equal(tensors(ours), tensors(twin))
 
 
-def _rivals(x: Tensor, seed: Tensor, measured: Callable) -> Iterator[dict]:
-    """What a user would otherwise run: torchao compiled, and the twin compiled by torch."""
-    to_mx = torchao_to_mx()
-    if to_mx is not None:
-        codes = to_mx(x[:256])[1]
-        floor = mxfp4.quantize(x[:256])
-        same = torch.equal(codes.view(torch.uint8).flatten(), floor.qdata.flatten())
-        compiled = torch.compile(to_mx)
-        outputs = list(compiled(x))
-        yield measured("packed", "torchao, compiled", lambda: compiled(x), outputs, same)
+def _rivals(x: Tensor, seed: Tensor) -> Iterator[tuple[str, str, Callable]]:
+    """What a user would otherwise run, torchao compiled and the twin compiled by torch: name, who, and what makes
+    (the call, the check of its result against ours)."""
+    floor = (orientation(scale_rule="floor"), None)
+
+    def torchao():
+        compiled = torch.compile(torchao_to_mx())
+
+        def right(outputs):
+            return _equal(outputs[::-1], tensors(quantize_matrix(x[None], *floor, None)))
+
+        return lambda: list(compiled(x)), right
+
+    def torchao_h16():
+        to_mx = torchao_to_mx()
 
         @torch.compile
         def both(x: Tensor):
             rotated = [quantize_torch.rotate_last(t.float(), 16).to(BF16) for t in (x, x.t().contiguous())]
             return [to_mx(t) for t in rotated]
 
-        outputs = [t for pair in both(x) for t in pair]
-        yield measured("packed, both, h16", "torchao with H16, compiled", lambda: both(x), outputs, None)
+        return lambda: [t for pair in both(x) for t in pair], lambda outputs: None  # rounds to BF16 in between
+
+    def twin(how: Orientation):
+        naive = torch.compile(lambda x, seed: quantize_torch.quantize_dequantize(x.float(), how.spec, None, seed, BF16))
+        right = lambda outputs: _equal(outputs, tensors(quantize_matrix(x[None], how, None, seed)))
+        return lambda: [naive(x, seed)], right
+
+    yield "packed", "torchao, compiled", torchao
+    yield "packed, both, h16", "torchao with H16, compiled", torchao_h16
     for name, how in (("values", _V), ("values, h16", _VH), ("values, sr", _VSR)):
-        naive = torch.compile(
-            lambda x, seed, how=how: quantize_torch.quantize_dequantize(x.float(), how.spec, None, seed, BF16)
-        )
-        yield measured(name, "twin, compiled", lambda naive=naive: naive(x, seed), [naive(x, seed)], None)
+        yield name, "twin, compiled", lambda how=how: twin(how)
 
 
-def _gemms(seed: Tensor) -> Iterator[dict]:
+def _gemms(seed: Tensor, rivals: bool) -> Iterator[dict]:
     """[M, K] x [N, K] with both operands quantized from BF16, relative to the library's BF16 GEMM alone."""
     a, b = (torch.randn(GEMM, GEMM, device=DEVICE).to(BF16) for _ in range(2))
     plain = gpu_seconds(lambda: torch.mm(a, b.t()), 10)
     yield {"name": "gemm, bf16", "who": "library", "seconds": plain, "flops_per_second": 2 * GEMM**3 / plain}
-    for name, how in {
-        "gemm, emulated": {},
-        "gemm, emulated, h16": {"hadamard": mxfp4.Hadamard(16)},
-        "gemm, emulated, sr": {"rounding": "stochastic"},
-    }.items():
 
-        def call(how=how):
-            q = [mxfp4.fake_quantize(t, scale_rule="even", dtype=BF16, seed=seed, **how) for t in (a, b)]
-            return torch.mm(q[0], q[1].t())
-
+    def measured(quantize: Callable[[Tensor], Tensor], how: dict) -> dict:
+        call = lambda: torch.mm(quantize(a), quantize(b).t())
+        lines = slice(0, min(256, GEMM))
+        ours = [mxfp4.fake_quantize(t, scale_rule="even", seed=seed, **how).double() for t in (a, b)]
+        exact = ours[0][lines] @ ours[1].t()
+        correct = bool((call()[lines].double() - exact).norm() < 2.0**-8 * exact.norm())  # one rounding to BF16
+        del ours, exact
         seconds = gpu_seconds(call, 10)
-        yield {"name": name, "who": "mxfp4", "seconds": seconds, "ratio": plain / seconds}
+        return {"seconds": seconds, "ratio": plain / seconds, "correct": correct}
+
+    for name, how in ROUNDINGS.items():
+        quantize = lambda t, how=how: mxfp4.fake_quantize(t, scale_rule="even", dtype=BF16, seed=seed, **how)
+        yield attempt(f"gemm, emulated{name}", "mxfp4", lambda q=quantize, how=how: measured(q, how))
+    if not rivals:
+        return
+    for (name, how), spec in zip(ROUNDINGS.items(), (_V.spec, _VH.spec, _VSR.spec), strict=True):
+
+        def naive(how=how, spec=spec):
+            twin = torch.compile(lambda t, s: quantize_torch.quantize_dequantize(t.float(), spec, None, s, BF16))
+            return measured(lambda t: twin(t, seed), how)
+
+        yield attempt(f"gemm, emulated{name}", "twin, compiled", naive)
+
+    def dot_scaled():
+        from mxfp4.numerics.kernels import gemm_triton
+
+        a4, b4 = (mxfp4.quantize(t, scale_rule="even") for t in (a, b))
+        out = torch.empty(GEMM, GEMM, dtype=BF16, device=DEVICE)
+        seconds = gpu_seconds(lambda: gemm_triton.gemm(a4, b4, out), 10)
+        return {"seconds": seconds, "ratio": plain / seconds}
+
+    yield attempt("gemm, packed", "tl.dot_scaled alone", dot_scaled)

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from mxfp4.experiments import bench, bench_cpu, bench_kernels
+from mxfp4.experiments import bench, bench_cpu, bench_kernels, bench_step
 from mxfp4.experiments.cli import main
 from mxfp4.experiments.commands.bench import _line
 
@@ -45,15 +45,51 @@ def test_kernels_check_each_result_and_count_its_bytes(small):
     copy = next(row for row in rows if row["name"] == "copy")
     assert copy["bytes_per_second"] == 4 * n / 0.5
     assert ours["values"]["ratio"] == 1.0
+    gemms = [row for row in rows if row["name"].startswith("gemm, emulated")]
+    assert len(gemms) == 3 and all(row["correct"] and row["ratio"] == 1.0 for row in gemms)
     assert all(_line(row) for row in rows)
 
 
-def test_a_wrong_result_fails_the_command(small, monkeypatch, capsys):
+def test_rivals_are_checked_against_ours_and_one_that_fails_is_a_row(small, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    rows = {(row["name"], row["who"]): row for row in bench_kernels.rows()}
+    for name, who in rows:
+        if "twin" in who:
+            assert rows[name, who]["correct"] is True, rows[name, who]
+    assert rows["packed", "torchao, compiled"]["correct"] is True
+    packed = rows["gemm, packed", "tl.dot_scaled alone"]  # there is no GPU to run it, or it ran
+    assert "problem" in packed or packed["seconds"] == 0.5
+    assert all(_line(row) for row in rows.values())
+
+
+def test_a_failure_is_one_line_and_the_rest_goes_on():
+    def fails():
+        raise torch.OutOfMemoryError("no room\nfor a second line")
+
+    assert bench.attempt("a", "b", fails) == {"name": "a", "who": "b", "problem": "OutOfMemoryError: no room"}
+    assert bench.attempt("a", "b", lambda: {"seconds": 1.0}) == {"name": "a", "who": "b", "seconds": 1.0}
+
+
+def test_a_step_that_fails_leaves_the_others_their_ratios(monkeypatch):
+    seconds = {"bf16": 2.0, "mxfp4": 3.0}
     monkeypatch.setattr(
-        bench_cpu, "rows", lambda rivals: iter([{"name": "x", "who": "y", "seconds": 1.0, "correct": False}])
+        bench_step, "_measure", lambda name, steps: {"seconds": seconds[name], "peak_bytes": 10, "loss": 1.0}
     )
-    assert main(["bench", "cpu"]) == 1
-    assert "WRONG" in capsys.readouterr().out
+    rows = list(bench_step.rows(("bf16", "ti2d", "mxfp4")))
+    assert rows[1]["problem"] == "KeyError: 'ti2d'" and "time_ratio" not in rows[1]
+    assert rows[2]["time_ratio"] == 1.5 and rows[2]["memory_ratio"] == 1.0
+
+
+@pytest.mark.parametrize("who, row, code, shown", [
+    ("mxfp4", {"seconds": 1.0, "correct": False}, 1, "WRONG"),
+    ("mxfp4", {"problem": "RuntimeError: no"}, 1, "RuntimeError: no"),
+    ("torchao", {"seconds": 1.0, "correct": False}, 0, "WRONG"),
+    ("torchao", {"problem": "RuntimeError: no"}, 0, "RuntimeError: no"),
+])  # fmt: skip
+def test_what_of_ours_is_wrong_or_failed_fails_the_command(small, monkeypatch, capsys, who, row, code, shown):
+    monkeypatch.setattr(bench_cpu, "rows", lambda rivals: iter([{"name": "x", "who": who, **row}]))
+    assert main(["bench", "cpu"]) == code
+    assert shown in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")

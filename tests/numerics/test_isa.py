@@ -73,3 +73,30 @@ def test_without_triton_the_command_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     assert main(["isa"]) == 1
     assert "mxfp4[triton]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rows, columns", [(2**23, 32), (32, 2**23)])
+def test_sizes_and_strides_of_one_compile_with_64_bit_offsets(rows, columns):
+    """Triton passes an argument of 1 as a Python integer, which a kernel must not take for a number of its own."""
+    import torch
+
+    from mxfp4.numerics.kernels import quantize_triton as k
+
+    x = torch.empty((1, rows, columns), dtype=torch.bfloat16, device="meta")
+    how = isa.orientation(16)
+    outputs = k.outputs(x, (1, rows, columns), how), k.outputs(x, (1, columns, rows), how)
+    _, arguments, options = k.launch(x, how, how, None, *outputs, 90, 32)
+    assert options["WIDE"]
+    assert isa.compile_for(isa.ARCHS["sm_90"], k._quantize_kernel, arguments, options).asm["cubin"]
+
+
+def test_a_single_row_unpacks():
+    import torch
+
+    from mxfp4.numerics.kernels import gemm_triton as k
+
+    packed = isa._operand(1, 32, "e2m1", "1d")
+    arguments = {"data": packed.qdata, "scale": packed.scale, "rows": 1, "K": 32}
+    arguments["out"] = torch.empty((1, 32), dtype=torch.bfloat16, device="meta")
+    options = {"BLOCKS": 128, "PER_BYTE": 2, "MBITS": 1, "BIAS": 1, "SCALE_ROWS": 1}
+    assert isa.compile_for(isa.ARCHS["sm_90"], k._unpack_kernel, arguments, options).asm["cubin"]

@@ -19,7 +19,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0 unless a result was wrong."""
+    """Exit code 0 unless a result of ours was wrong or failed."""
     import torch
 
     from mxfp4.experiments import bench, bench_cpu, bench_kernels, bench_step
@@ -37,11 +37,12 @@ def run(args: argparse.Namespace) -> int:
         print(_line(row), flush=True)
         if args.json:  # whole after each, so that an interrupted run leaves what it had
             bench.write(args.json, args.what, device, rows)
-    return 1 if any(row.get("correct") is False for row in rows) else 0
+    ours = [row for row in rows if row["who"].startswith("mxfp4")]
+    return 1 if any(row.get("correct") is False or "problem" in row for row in ours) else 0
 
 
 def _line(row: dict) -> str:
-    name = f"{row['name']:<24}{row.get('who', ''):<28}"
+    name = f"{row['name']:<24}{row['who']:<28}"
     time = f"{row['seconds'] * 1e6:>11.1f} us" if "seconds" in row else f"{'':>14}"
     shown = {
         "ratio": "{:.3f}",
@@ -53,4 +54,5 @@ def _line(row: dict) -> str:
         "memory_ratio": "{:.3f} of its memory",
     }
     text = "  ".join(form.format(row[key]) for key, form in shown.items() if row.get(key) is not None)
-    return f"{name}{time}  {text}{'  WRONG' if row.get('correct') is False else ''}"
+    text += "  WRONG" if row.get("correct") is False else ""
+    return f"{name}{time}  {text}{row.get('problem', '')}"

@@ -121,7 +121,7 @@ def _unpack_kernel(data, scale, out, rows, K, BLOCKS: tl.constexpr, PER_BYTE: tl
     """BLOCKS blocks of codes, and their scales, as values: each thread a block, or part of one."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     per_row = K // 32
-    inside = block < rows.to(tl.int64) * per_row
+    inside = block < tl.cast(rows, tl.int64) * per_row  # a single row comes as a Python integer
     BYTES: tl.constexpr = 32 // PER_BYTE
     codes = tl.load(data + block[:, None] * BYTES + tl.arange(0, BYTES)[None, :], mask=inside[:, None], other=0)
     codes = codes.to(tl.int32)

@@ -207,11 +207,11 @@ def _quantize_kernel(
     c0 = tl.program_id(1 - ROW_AXIS) * TN
     if ROW_STRIDE:
         row_stride = ROW_STRIDE
-    if WIDE:
-        row_stride = row_stride.to(tl.int64)
-        col_stride = col_stride.to(tl.int64)
-        row_blocks = row_blocks.to(tl.int64)
-        col_blocks = col_blocks.to(tl.int64)
+    if WIDE:  # tl.cast, as a size of 1 comes as a Python integer
+        row_stride = tl.cast(row_stride, tl.int64)
+        col_stride = tl.cast(col_stride, tl.int64)
+        row_blocks = tl.cast(row_blocks, tl.int64)
+        col_blocks = tl.cast(col_blocks, tl.int64)
     x += batch * batch_stride + r0.to(tl.int64) * row_stride + c0.to(tl.int64) * col_stride
     seed = 0
     if ROW_SR or COL_SR:
