@@ -50,7 +50,16 @@ class Hadamard:
             return None
         if self.signs == "seed":
             return random_signs(as_seed(seed, device), self.size, stream)
-        return torch.tensor(self.signs, dtype=torch.float32, device=device)
+        return _sign_vector(self.signs, device)
+
+
+def _sign_vector(signs: tuple[int, ...], device: torch.device) -> Tensor:
+    """FP32 [size], made of bits on the device: a copy from the host cannot be captured in a CUDA graph."""
+    place, parts = torch.arange(min(len(signs), 32), device=device), []
+    for start in range(0, len(signs), 32):
+        word = sum((s < 0) << i for i, s in enumerate(signs[start : start + 32]))
+        parts.append((torch.full((), word, dtype=torch.int64, device=device) >> place) & 1)
+    return 1.0 - 2.0 * torch.cat(parts)
 
 
 def rotate_last(x: Tensor, size: int, signs: Tensor | None = None, inverse: bool = False) -> Tensor:

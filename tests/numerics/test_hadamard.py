@@ -195,3 +195,11 @@ def test_errors(call, error, message):
     with pytest.raises(error, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+def test_given_signs_come_back_as_a_vector(size):
+    signs = tuple(1 - 2 * (i * i % 7 < 3) for i in range(size))
+    assert set(signs) == {1, -1}
+    vector = Hadamard(size, signs).resolve(None, 0, torch.device("cpu"))
+    assert vector.dtype == torch.float32 and vector.tolist() == list(signs)
