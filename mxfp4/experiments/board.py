@@ -139,7 +139,7 @@ def _ours(v: Verdict) -> str:
     e, s = v.effect, v.study
     lines = [f"{s.scale}: {count(s.parameters)} parameters, {count(s.tokens)} tokens"]
     seeds = f"{len(e.seeds)} seed{'s' if len(e.seeds) != 1 else ''}"
-    lines.append(seeds if e.over.startswith("seeds") else f"{seeds}, interval over {e.over}")
+    lines.append(seeds if e.over == "seeds" else f"{seeds}, interval over {e.over}")
     if e.note:
         lines.append(e.note)
     small = "".join(f"<small>{html.escape(line)}</small>" for line in lines)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mxfp4.errors import UserError
-from mxfp4.experiments import efficiency
+from mxfp4.experiments import efficiency, resample
 from mxfp4.experiments.study import Study
 
 
@@ -58,6 +59,29 @@ def estimate(values: dict[int, float], unit: str, note: str = "") -> Effect:
     low, high = (min(values.values()), max(values.values())) if many else (math.nan, math.nan)
     over = "seeds, their range"
     return Effect(float(np.mean(list(values.values()))), low, high, unit, tuple(sorted(values)), over, note)
+
+
+SEEDS_AND_WINDOWS = "seeds and evaluation windows"
+
+
+def combination(study: Study, terms: Sequence[tuple[str, float]], unit: str) -> Effect:
+    """The sum over terms (arm, weight) of weight times final loss, paired by seed: ("a", 1), ("b", -1) is a difference.
+
+    The interval is the bootstrap over seeds and evaluation windows; over seeds alone where a record keeps no losses of
+    windows or an arm diverged. One seed has none: windows alone say nothing of another seed.
+    """
+    weights: dict[str, float] = {}
+    for arm, weight in terms:
+        weights[arm] = weights.get(arm, 0) + weight
+    final = {arm: final_losses(study, arm) for arm in weights}
+    shared = sorted(set.intersection(*(set(f) for f in final.values())))
+    values = {s: sum(w * final[arm][s] for arm, w in weights.items()) for s in shared}
+    effect = estimate(values, unit, divergence_note(study, *weights))
+    matrix = resample.combined(study, weights, shared) if len(shared) > 1 else None
+    if matrix is None:
+        return effect
+    low, high = resample.interval(resample.means(matrix))
+    return replace(effect, low=low, high=high, over=SEEDS_AND_WINDOWS)
 
 
 def divergence_note(study: Study, *arms: str) -> str:

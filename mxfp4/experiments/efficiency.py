@@ -17,22 +17,30 @@ import pandas as pd
 DRAWS = 10_000
 
 
-def crossing(curve: pd.DataFrame, target: float) -> float | None:
-    """Tokens at which `eval_loss` (nats a token) first reaches `target`; None if it never does.
+def crossings(curve: pd.DataFrame, targets: np.ndarray) -> np.ndarray:
+    """Tokens at which `eval_loss` (nats a token) first reaches each of `targets`; infinite where it never does.
 
     Linear in tokens between the first evaluation at or below the target and the one before it.
     """
-    points = (
-        curve.loc[curve["eval_loss"].notna(), ["tokens", "eval_loss"]].sort_values("tokens").to_numpy(float)
-    )
-    below = np.flatnonzero(points[:, 1] <= target)
-    if not len(below):
-        return None
-    at = below[0]
-    if at == 0:
-        return float(points[0, 0])
-    (tokens0, loss0), (tokens1, loss1) = points[at - 1], points[at]
-    return float(tokens0 + (loss0 - target) / (loss0 - loss1) * (tokens1 - tokens0))
+    known = curve["eval_loss"].notna()
+    points = curve.loc[known, ["tokens", "eval_loss"]].sort_values("tokens").to_numpy(float)
+    tokens, losses = points.T
+    lowest = np.minimum.accumulate(losses)
+    at = np.searchsorted(-lowest, -np.asarray(targets, float), side="left")  # the first loss at or below the target
+    found = np.full(at.shape, np.inf)
+    inside = at < len(losses)
+    i, t = at[inside], np.asarray(targets, float)[inside]
+    before = np.maximum(i - 1, 0)
+    drop = np.where(i > 0, losses[before] - losses[i], 1.0)
+    share = np.where(i > 0, (losses[before] - t) / drop, 0.0)
+    found[inside] = tokens[before] + share * (tokens[i] - tokens[before])
+    return found
+
+
+def crossing(curve: pd.DataFrame, target: float) -> float | None:
+    """`crossings` of one target; None if it is never reached."""
+    (found,) = crossings(curve, np.array([target]))
+    return float(found) if math.isfinite(found) else None
 
 
 @dataclass(frozen=True)

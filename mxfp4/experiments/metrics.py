@@ -1,6 +1,7 @@
 """Metrics that test claims: functions of a study's records that give one effect with its interval.
 
-Losses are compared within a seed, and the interval is a bootstrap over seeds (`efficiency.paired_mean`);
+Losses are compared within a seed, and the interval is a bootstrap over seeds and evaluation windows (`resample`), or
+over seeds alone for what windows say nothing of;
 probes exist for few seeds, so their interval is a bootstrap over the layers looked at. An overhead is read at
 a target loss that the reference reaches early enough for slower arms to reach it too: the mean loss of the
 reference at the share `at` of its budget (or the fixed target of a study that stops there). An arm that does
@@ -19,8 +20,16 @@ import numpy as np
 import pandas as pd
 
 from mxfp4.errors import UserError
-from mxfp4.experiments import efficiency, published
-from mxfp4.experiments.effect import Effect, NoEffect, divergence_note, estimate, final_losses
+from mxfp4.experiments import efficiency, published, resample
+from mxfp4.experiments.effect import (
+    SEEDS_AND_WINDOWS,
+    Effect,
+    NoEffect,
+    combination,
+    divergence_note,
+    estimate,
+    final_losses,
+)  # fmt: skip
 from mxfp4.experiments.probe_metrics import predicts_loss, probe, probe_difference
 from mxfp4.experiments.study import Study
 
@@ -81,7 +90,18 @@ def overhead(study: Study, *, arm: str, reference: str = "fp8", at: float = AT) 
     """Extra tokens of `arm` to the target loss, as a share of the reference's."""
     found = _overheads(study, arm, reference, target_loss(study, reference, at))
     effect = estimate({s: o.value for s, o in found.items()}, "share", divergence_note(study, arm))
+    effect = _resampled(effect, resample.overheads(study, arm, reference, at, sorted(found)))
     return _bounded(effect, [arm] if any(o.bound for o in found.values()) else [], [])
+
+
+def _resampled(effect: Effect, samples: np.ndarray | None) -> Effect:
+    """`effect` with the interval of a bootstrap over seeds and windows, where there is one and more than one seed."""
+    if samples is None or len(effect.seeds) < 2:
+        return effect
+    low, high = resample.interval(samples)
+    never = "" if np.isfinite(samples).all() else "in some resamples the target is not reached"
+    note = "; ".join(p for p in (effect.note, never) if p)
+    return replace(effect, low=low, high=high, over=SEEDS_AND_WINDOWS, note=note)
 
 
 def overhead_difference(
@@ -96,6 +116,9 @@ def overhead_difference(
     effect = estimate(
         {s: a[s].value - b[s].value for s in shared}, "share", divergence_note(study, arm, against)
     )
+    samples = [resample.overheads(study, name, reference, at, sorted(shared)) for name in (arm, against)]
+    if all(x is not None and np.isfinite(x).all() for x in samples):
+        effect = _resampled(effect, samples[0] - samples[1])
     above = [arm] if any(a[s].bound for s in shared) else []
     below = [against] if any(b[s].bound for s in shared) else []
     return _bounded(effect, above, below)
@@ -119,10 +142,7 @@ def convergence(study: Study, *, arm: str, reference: str = "fp8", at: float = 0
 
 def loss_difference(study: Study, *, arm: str, against: str) -> Effect:
     """Last evaluation of `arm` less that of `against`, nats a token, paired by seed."""
-    a, b = final_losses(study, arm), final_losses(study, against)
-    return estimate(
-        {s: a[s] - b[s] for s in a.keys() & b.keys()}, "nats", divergence_note(study, arm, against)
-    )
+    return combination(study, [(arm, 1), (against, -1)], "nats")
 
 
 def perplexity_increase(study: Study, *, arm: str, against: str = "bf16") -> Effect:
@@ -142,10 +162,7 @@ def interaction(study: Study, *, arms: list[str]) -> Effect:
     costs."""
     if len(arms) != 4:
         raise UserError(f"interaction takes four arms, got {len(arms)}")
-    final = [final_losses(study, arm) for arm in arms]
-    shared = set.intersection(*(set(f) for f in final))
-    values = {s: (final[0][s] - final[1][s]) - (final[2][s] - final[3][s]) for s in shared}
-    return estimate(values, "nats", divergence_note(study, *arms))
+    return combination(study, list(zip(arms, (1, -1, -1, 1), strict=True)), "nats")
 
 
 def remaining_gap(study: Study, *, arm: str, against: str, reference: str = "fp8") -> Effect:
@@ -162,15 +179,19 @@ def remaining_gap(study: Study, *, arm: str, against: str, reference: str = "fp8
         raise NoEffect(note or "an arm has no finite loss at the end")
     value = float(top.mean() / bottom.mean()) if bottom.mean() else math.nan
     low = high = math.nan
-    if len(shared) > 1:  # a ratio of means: resample seeds, not the ratios, whose denominators may be near 0
-        draw = np.random.default_rng(0).integers(len(shared), size=(efficiency.DRAWS, len(shared)))
-        under = bottom[draw].mean(1)
+    over = "seeds"
+    if len(shared) > 1:  # a ratio of means: resample both, not their ratios, whose denominators may be near 0
+        over = SEEDS_AND_WINDOWS
+        gaps = [resample.combined(study, {name: 1, reference: -1}, shared) for name in (arm, against)]
+        if any(g is None for g in gaps):
+            over, gaps = "seeds", [top[:, None], bottom[:, None]]
+        above, under = (resample.means(g) for g in gaps)
         if (under > 0).all():
-            low, high = map(float, np.quantile(top[draw].mean(1) / under, [0.025, 0.975]))
+            low, high = resample.interval(above / under)
         else:
             low, high = -math.inf, math.inf
-            note = "; ".join(p for p in (note, f"{against} is not behind {reference} in every seed") if p)
-    return Effect(value, low, high, "part", tuple(shared), note=note)
+            note = "; ".join(p for p in (note, f"{against} is not behind {reference} beyond doubt") if p)
+    return Effect(value, low, high, "part", tuple(shared), over, note)
 
 
 def roughness(study: Study, *, arm: str, reference: str = "fp8") -> Effect:

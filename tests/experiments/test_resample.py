@@ -1,0 +1,106 @@
+"""The bootstrap over seeds and windows: against closed forms, its coverage, and what falls back on seeds alone."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from fake_studies import config, put
+
+from mxfp4.experiments import metrics, resample
+from mxfp4.experiments.effect import SEEDS_AND_WINDOWS
+from mxfp4.experiments.efficiency import crossings
+from mxfp4.experiments.store import Store
+from mxfp4.experiments.study import studies
+
+NOISE = np.random.default_rng(0).normal(0, 0.05, 64)
+NOISE -= NOISE.mean()
+
+
+def study_of(tmp_path, arms, seeds=(0, 1, 2)):
+    """arms: {recipe: (slowdown, offsets of seeds, window noise)}."""
+    store = Store(tmp_path)
+    for recipe, (slowdown, offsets, windows) in arms.items():
+        for seed in seeds:
+            put(store, config(recipe, seed), slowdown=slowdown, offset=offsets[seed], windows=windows)
+    (found,) = studies(store.load())
+    return found
+
+
+ZERO = (0.0, 0.0, 0.0)
+
+
+def test_means_are_of_resampled_rows_and_columns():
+    values = np.arange(12.0).reshape(3, 4) ** 2
+    rows, weights = resample.draws(3, 4)
+    expected = [np.mean([weights[i] @ values[r] for r in rows[i]]) for i in range(50)]
+    assert resample.means(values)[:50] == pytest.approx(expected)
+    assert weights.sum(axis=1) == pytest.approx(np.ones(len(weights)))
+    assert resample.means(values).mean() == pytest.approx(values.mean(), rel=0.02)
+
+
+def test_spread_is_that_of_seeds_and_of_windows_together():
+    """Means of independent draws: the variances of the two factors add up."""
+    rng = np.random.default_rng(1)
+    seeds, windows = rng.normal(0, 0.02, (8, 1)), rng.normal(0, 0.3, (1, 200))
+    both = resample.means(seeds + windows)
+    parts = seeds.var() / 8 + windows.var() / 200
+    assert both.var() == pytest.approx(parts, rel=0.1)
+
+
+def test_interval_covers_the_truth_as_often_as_it_says():
+    """200 made-up experiments with 12 seeds and 60 windows, true mean 0."""
+    rng, inside = np.random.default_rng(2), 0
+    for _ in range(200):
+        d = rng.normal(0, 1, (12, 1)) + rng.normal(0, 2, (1, 60)) + rng.normal(0, 1, (12, 60))
+        low, high = resample.interval(resample.means(d))
+        inside += low <= 0 <= high
+    assert 0.88 < inside / 200 < 0.99
+
+
+def test_a_difference_counts_windows_that_disagree_and_not_what_they_share(tmp_path):
+    same = study_of(tmp_path / "same", {"bf16": (1.0, ZERO, NOISE), "mxfp4": (1.1, ZERO, NOISE)})
+    apart = study_of(tmp_path / "apart", {"bf16": (1.0, ZERO, NOISE), "mxfp4": (1.1, ZERO, -NOISE)})
+    a, b = (metrics.loss_difference(s, arm="mxfp4", against="bf16") for s in (same, apart))
+    assert a.value == pytest.approx(b.value, abs=1e-6) and a.over == b.over == SEEDS_AND_WINDOWS
+    assert a.high - a.low < 1e-5
+    error = 2 * NOISE.std() / math.sqrt(len(NOISE))
+    assert b.high - b.low == pytest.approx(2 * 1.96 * error, rel=0.1)
+
+
+def test_an_interaction_may_name_an_arm_twice(tmp_path):
+    study = study_of(tmp_path, {"bf16": (1.0, ZERO, NOISE), "mxfp4": (1.1, ZERO, -NOISE)})
+    assert metrics.interaction(study, arms=["mxfp4", "bf16", "mxfp4", "bf16"]).value == 0
+    twice = metrics.interaction(study, arms=["mxfp4", "bf16", "bf16", "mxfp4"])
+    once = metrics.loss_difference(study, arm="mxfp4", against="bf16")
+    assert twice.value == pytest.approx(2 * once.value) and twice.high == pytest.approx(2 * once.high)
+
+
+def test_an_overhead_moves_with_the_windows(tmp_path):
+    same = study_of(tmp_path / "same", {"fp8": (1.0, ZERO, NOISE), "mxfp4": (1.1, ZERO, NOISE)})
+    apart = study_of(tmp_path / "apart", {"fp8": (1.0, ZERO, NOISE), "mxfp4": (1.1, ZERO, -NOISE)})
+    a, b = (metrics.overhead(s, arm="mxfp4") for s in (same, apart))
+    assert a.value == b.value == pytest.approx(0.1, abs=0.01) and a.high - a.low < 0.01
+    assert b.low < 0.1 < b.high and b.high - b.low > 5 * (a.high - a.low)
+    pair = metrics.overhead_difference(apart, arm="mxfp4", against="fp8")
+    assert (pair.low, pair.high) == pytest.approx((b.low, b.high), abs=1e-9)
+
+
+def test_one_seed_has_no_interval_and_a_diverged_run_falls_back_on_seeds(tmp_path):
+    one = study_of(tmp_path / "one", {"bf16": (1.0, ZERO, NOISE), "mxfp4": (1.1, ZERO, -NOISE)}, seeds=(0,))
+    assert math.isnan(metrics.loss_difference(one, arm="mxfp4", against="bf16").low)
+    assert math.isnan(metrics.overhead(one, arm="mxfp4", reference="bf16").low)
+    store = Store(tmp_path / "gone")
+    for seed in range(3):
+        put(store, config("bf16", seed))
+        put(store, config("mxfp4", seed), diverged_at=500 if seed == 2 else None)
+    (gone,) = studies(store.load())
+    effect = metrics.loss_difference(gone, arm="mxfp4", against="bf16")
+    assert effect.value == math.inf and effect.over == "seeds, their range"
+
+
+def test_crossings_of_many_targets_are_those_of_one():
+    curve = pd.DataFrame([(0, 6.0), (100, 4.0), (200, 3.0), (300, 3.2), (400, 2.9)], columns=["tokens", "eval_loss"])
+    targets = np.array([7.0, 6.0, 5.0, 4.0, 3.1, 3.0, 2.95, 2.9, 2.8])
+    expected = [0, 0, 50, 100, 190, 200, 300 + 100 * 0.25 / 0.3, 400, math.inf]
+    assert crossings(curve, targets) == pytest.approx(expected)
