@@ -1,7 +1,8 @@
 """A training step on a GPU, each recipe against BF16: a Llama of about 370 M parameters, its blocks compiled.
 
 Sequence 2048, batch 8; BF16 parameters, forward, backward and a fused AdamW step. On a chip without FP4 units this is
-the price of emulating a recipe exactly, not the speed of its formats.
+the price of emulating a recipe exactly, not the speed of its formats. "packed": operands wait for the backward as codes
+and scales, unpacked there (`MXFP4Linear`'s `save`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mxfp4.experiments.bench import attempt
 from mxfp4.training.config import ModelConfig
 from mxfp4.training.model import build_model
 
-RECIPES = ("bf16", "mxfp4", "mxfp4+h16", "mxfp4+sr-grad", "ti2d")
+RECIPES = ("bf16", "mxfp4", "mxfp4+h16", "mxfp4+sr-grad", "ti2d", "mxfp4, packed", "mxfp4+h16, packed")
 MODEL = ModelConfig(vocab_size=32000, dim=1024, n_layers=24, n_heads=16, n_kv_heads=16, ffn_dim=2816, max_seq_len=2048)
 BATCH = 8
 DEVICE = "cuda"
@@ -48,7 +49,8 @@ def _measure(name: str, steps: int) -> dict:
     torch.manual_seed(0)
     model = build_model(MODEL, seed=0, device=DEVICE).to(torch.bfloat16)
     if name != "bf16":  # the reference is the plain layer
-        model = mxfp4.convert(model, name)
+        base, _, save = name.partition(", ")
+        model = mxfp4.convert(model, base, save=save or "values")
     for block in model.layers:
         block.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import mxfp4
-from mxfp4.training.gemms import PATH
+from mxfp4.numerics.path import matmul_path
 
 PACKAGES = ("torch", "triton", "numpy")
 
@@ -29,7 +29,7 @@ def machine(device: torch.device | str) -> dict:
         "device_type": device.type,
         "device": _cpu_name(),
         "threads": torch.get_num_threads(),
-        "path": PATH,
+        "path": matmul_path(device),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "cuda": torch.version.cuda,

@@ -34,9 +34,9 @@ from mxfp4.errors import UserError
 from mxfp4.experiments.lock import Lock
 from mxfp4.experiments.machine import default_device, git_state, machine
 from mxfp4.experiments.probes import COLUMNS as PROBE_COLUMNS
+from mxfp4.numerics.path import matmul_path
 from mxfp4.training import checkpoint
 from mxfp4.training.config import TrainConfig
-from mxfp4.training.gemms import PATH
 from mxfp4.training.loop import TrainResult
 from mxfp4.training.paths import runs_dir
 from mxfp4.training.recipe import recipe
@@ -120,7 +120,7 @@ class Store:
     def key(self, config: TrainConfig, device: torch.device | str | None = None) -> str:
         """64 hex digits. device: None is the GPU if there is one; its type and GEMM path count."""
         device = torch.device(device) if device is not None else default_device()
-        return _key(config, device.type, PATH, mxfp4.SEMANTICS_VERSION)
+        return _key(config, device.type, matmul_path(device), mxfp4.SEMANTICS_VERSION)
 
     def run_id(self, config: TrainConfig, device: torch.device | str | None = None) -> str:
         """<recipe>-s<seed>-<12 digits of the key>: a safe file name whatever the recipe is called."""

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mxfp4.numerics.formats import elem_format, one_of, pack_nibbles
-from mxfp4.numerics.kernels import HAS_TRITON
+from mxfp4.numerics import packed_ops
+from mxfp4.numerics.formats import one_of
 from mxfp4.numerics.path import matmul_path
 from mxfp4.numerics.tensor import MXTensor
 
@@ -41,30 +41,22 @@ def matmul(a: MXTensor, b: MXTensor, out_dtype: torch.dtype = torch.float32) -> 
     if a.hadamard != b.hadamard or (a.signs is not None and not torch.equal(a.signs, b.signs)):
         raise ValueError(f"rotations differ and would not cancel: a has {a.hadamard}, b has {b.hadamard}")
     if matmul_path(a.device) == "native":
-        from mxfp4.numerics.kernels import gemm_triton
-
-        out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
-        return gemm_triton.gemm(_packed_along_k(a), _packed_along_k(b), out)
+        a, b = _packed_along_k(a), _packed_along_k(b)
+        return packed_ops.gemm_packed(a.qdata, a.scale, a.elem, a.block, b.qdata, b.scale, b.elem, b.block, out_dtype)
     dtype = gemm_dtype(a.device)
     return gemm(_values(a, dtype), _values(b, dtype), out_dtype)
 
 
 def _values(x: MXTensor, dtype: torch.dtype) -> Tensor:
     """`x.dequantize(dtype)`, on a GPU in one kernel."""
-    if x.device.type == "cuda" and HAS_TRITON:
-        from mxfp4.numerics.kernels import gemm_triton
-
-        return gemm_triton.unpack(x, dtype).movedim(-1, x.axis)
-    return x.dequantize(dtype)
+    return packed_ops.unpack(x.qdata, x.scale, x.elem, x.block, dtype).movedim(-1, x.axis)
 
 
 def _packed_along_k(x: MXTensor) -> MXTensor:
-    """`x` [rows, K] with its codes stored K last: square blocks of a transpose are packed anew, not quantized anew."""
+    """`x` [rows, K] with its codes stored K last: square blocks of a transpose are turned, not quantized anew."""
     if x.axis == -1:
         return x
-    code = x.codes().t().contiguous()
-    qdata = pack_nibbles(code) if elem_format(x.elem).bits == 4 else code
-    return replace(x, qdata=qdata, scale=x.scale.t().contiguous(), axis=-1)
+    return replace(x, qdata=packed_ops.turn(x.qdata, x.elem), scale=x.scale.t().contiguous(), axis=-1)
 
 
 def gemm_dtype(device: torch.device) -> torch.dtype:

@@ -31,6 +31,7 @@ _library.define(f"fake_quantize(Tensor x, int axis, {_how()}, Tensor? seed, Scal
 _pair = f"Tensor x, {_how('row_')}, {_how('col_')}, Tensor? seed"
 _library.define(f"quantize_pair({_pair}) -> (Tensor, Tensor, Tensor, Tensor)")
 _library.define(f"fake_quantize_pair({_pair}, ScalarType dtype) -> (Tensor, Tensor)")
+_library.define(f"values_and_packed({_pair}, ScalarType dtype) -> (Tensor, Tensor, Tensor)")
 
 
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed 64-bit integer: spreads successive counters
@@ -124,6 +125,13 @@ def _fake_quantize_pair(x, *how):
     return row[0][0], col[0][0]
 
 
+@torch.library.impl(_library, "values_and_packed", "CompositeExplicitAutograd")
+def _values_and_packed(x, *how):
+    row, col, seed, dtype = how[:7], how[7:14], how[14], how[15]
+    row, col = quantize_matrix(x[None], _orientation(row, dtype), _orientation(col, None), seed)
+    return row[0][0], col[0][0], col[1][0]
+
+
 def _packed_shapes(x: Tensor, shape: tuple[int, ...], block: str, elem: str) -> tuple[Tensor, Tensor]:
     packed = shape[-1] // 2 if ELEMS[elem].bits == 4 else shape[-1]
     scale = x.new_empty(_scale_shape(shape, block), dtype=torch.uint8)
@@ -150,6 +158,11 @@ def _fake_quantize_pair_shape(x, *how):
     return x.new_empty(x.shape, dtype=how[15]), x.new_empty(x.shape[::-1], dtype=how[15])
 
 
+@torch.library.register_fake("mxfp4::values_and_packed", lib=_library)
+def _values_and_packed_shape(x, *how):
+    return x.new_empty(x.shape, dtype=how[15]), *_packed_shapes(x, x.shape[::-1], *how[7:9])
+
+
 # int64 [2], (key, draws so far) -> the next seed; counts the draw. As one operator a compiler cannot recompute it after
 # the count has moved on; where a forward is run again for its gradients, it gives the last seed once more, so that the
 # gradients are those of what the first forward computed.
@@ -160,3 +173,5 @@ quantize = torch.ops.mxfp4.quantize.default
 fake_quantize = torch.ops.mxfp4.fake_quantize.default
 quantize_pair = torch.ops.mxfp4.quantize_pair.default
 fake_quantize_pair = torch.ops.mxfp4.fake_quantize_pair.default
+# The row orientation as values, the column orientation packed: what a forward multiplies, and what it keeps.
+values_and_packed = torch.ops.mxfp4.values_and_packed.default

@@ -1,6 +1,6 @@
-"""Which road `mxfp4.matmul` takes on a device: the one place that decides.
+"""Which road GEMMs take on a device, in `mxfp4.matmul` and in the layers: the one place that decides.
 
-The layers have one road so far, the emulated one on every device (`training.gemms.PATH`, which records hold).
+Records hold the answer, and the key of a run depends on it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ NATIVE_ROCM = ("gfx950",)
 NATIVE_CUDA = ((10, 0), (10, 3))
 
 
+@torch.compiler.assume_constant_result
 def matmul_path(device: torch.device | str) -> str:
     """"native" where the chip multiplies MXFP4 itself, else "emulated".
 

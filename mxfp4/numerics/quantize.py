@@ -29,6 +29,7 @@ def quantize(
     rounding: str = "nearest",
     hadamard: Hadamard | None = None,
     seed: int | Tensor | None = None,
+    stream: int = 0,
 ) -> MXTensor:
     """Quantize `x` to MX blocks along `axis`, the axis that a GEMM will contract.
 
@@ -40,6 +41,7 @@ def quantize(
     hadamard: rotation along `axis` before the block maximum, in FP32.
     seed: int or one-element int64 tensor, for stochastic rounding and for signs="seed". The same seed gives the same
         bytes on every backend; None draws a new one from torch's generator at each call.
+    stream: separates draws that share a seed; streams 2n and 2n + 1 (the two operands of a GEMM) share their signs.
 
     A zero block has scale byte 0; a block that holds NaN or infinity (also after rotation) has byte 255 and codes 0.
     Finite values within a factor of 2 of FP32's largest may round up to 2^128, which FP32 reads as infinity. FP32
@@ -50,7 +52,7 @@ def quantize(
     axis) is not a positive multiple of 32, or of the rotation's size, and for unknown names.
     Zero rows give an empty result.
     """
-    how = _prepare(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream=0)
+    how = _prepare(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream)
     qdata, scale = ops.quantize(x.detach(), *how)
     signs = how[6]
     return MXTensor(qdata, scale, elem, block, _negative(how[0], x.ndim), tuple(x.shape), hadamard, signs)
@@ -72,8 +74,7 @@ def fake_quantize(
 ) -> Tensor:
     """`quantize(x, ...).dequantize(dtype)` in one pass, nothing packed: same arguments, same values, same errors.
 
-    The result is shaped like x, in `dtype` (None: FP32), in the rotated basis; in memory `axis` is last. `stream`
-    separates draws that share a seed; streams 2n and 2n + 1 (the two operands of a GEMM) share their signs.
+    The result is shaped like x, in `dtype` (None: FP32), in the rotated basis; in memory `axis` is last.
     """
     how = _prepare(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream)
     dtype = torch.float32 if dtype is None else one_of("dtype", dtype, FLOATS)
@@ -109,12 +110,31 @@ def quantize_pair(
     """
     _, seed, how = _prepare_pair(x, row, col, seed, None)
     outputs = ops.quantize_pair(x.detach(), *how, seed)
+    first = MXTensor(*outputs[:2], how[1], how[0], -1, tuple(x.shape), row.get("hadamard"), how[5])
+    return first, _turned(x, outputs[2:], how, col)
 
-    def wrap(qdata, scale, block, elem, signs, axis, hadamard):
-        return MXTensor(qdata, scale, elem, block, axis, tuple(x.shape), hadamard, signs)
 
-    first = wrap(*outputs[:2], *how[:2], how[5], -1, row.get("hadamard"))
-    return first, wrap(*outputs[2:], *how[7:9], how[12], -2, col.get("hadamard"))
+@torch.no_grad()
+def values_and_packed(
+    x: Tensor,
+    row: Mapping[str, object],
+    col: Mapping[str, object],
+    *,
+    seed: int | Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, MXTensor]:
+    """`fake_quantize(x, axis=-1, **row)` and `quantize(x, axis=0, **col)` of a matrix, from one read of it.
+
+    Arguments as in `fake_quantize_pair`.
+    """
+    dtype, seed, how = _prepare_pair(x, row, col, seed, dtype)
+    values, *packed = ops.values_and_packed(x.detach(), *how, seed, dtype)
+    return values, _turned(x, packed, how, col)
+
+
+def _turned(x: Tensor, packed, how: tuple, col: Mapping[str, object]) -> MXTensor:
+    """The column orientation's codes and scales, wrapped."""
+    return MXTensor(*packed, how[8], how[7], -2, tuple(x.shape), col.get("hadamard"), how[12])
 
 
 _DEFAULTS = {"block": "1d", "elem": "e2m1", "scale_rule": "floor", "rounding": "nearest", "hadamard": None, "stream": 0}

@@ -26,9 +26,6 @@ from mxfp4.numerics.quantize import fake_quantize, fake_quantize_pair
 from mxfp4.numerics.rounding import round_stochastic
 from mxfp4.training.recipe import GEMMS, ROTATIONS, TENSORS, Operand, Recipe
 
-PATH = "emulated"
-"""How a layer multiplies FP4: dequantized operands in the library's GEMM, see `numerics.path`. Part of a run's key."""
-
 # Streams of random numbers, one an operand. `fake_quantize` takes the signs of a rotation from stream // 2, so the
 # two operands of a GEMM rotate alike.
 STREAMS = {key: i for i, key in enumerate((g, t) for g in GEMMS for t in TENSORS[g])}
@@ -53,7 +50,7 @@ def _rotation(name: str) -> Hadamard:
 ROTATION = {None: None, **{name: _rotation(name) for name in ROTATIONS}}
 
 
-def _how(op: Operand, stream: int) -> dict:
+def how(op: Operand, stream: int) -> dict:
     """The keywords of `fake_quantize` for an operand in an MX format."""
     return {
         "block": op.block,
@@ -82,7 +79,7 @@ def quantized_operand(t: Tensor, op: Operand, axis: int, seed: Tensor | None, st
         return quantized_operand(t * 0.75, scaled, axis, seed, stream)[0], torch.full((), 4 / 3, device=t.device)
     if op.is_mx:
         free = op.transposable
-        value = fake_quantize(t, axis=-1 if free else axis, seed=seed, dtype=carrier, **_how(op, stream))
+        value = fake_quantize(t, axis=-1 if free else axis, seed=seed, dtype=carrier, **how(op, stream))
         return (value if axis == -1 else value.t()), None
     value = t if axis == -1 else t.t()
     if op.hadamard is not None:
@@ -119,17 +116,21 @@ def _fp8_per_tensor(value: Tensor, op: Operand, seed, stream: int, carrier: torc
 def operand(t: Tensor, which: str, name: str, layer_recipe: Recipe, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """What GEMM `which` sees of tensor `name` (x, w or g), given as the 2-D `t`: see `quantized_operand`."""
     op = layer_recipe.operands()[which, name]
-    gemms = [g for g in GEMMS if name in TENSORS[g]]
-    stream = STREAMS[gemms[0] if op.transposable else which, name]  # square blocks: one draw for both GEMMs
-    return quantized_operand(t, op, AXES[which, name], seed, stream)
+    return quantized_operand(t, op, AXES[which, name], seed, stream_of(which, name, layer_recipe))
+
+
+def stream_of(which: str, name: str, layer_recipe: Recipe) -> int:
+    """The random numbers of an operand; square blocks have one draw for both GEMMs."""
+    first = next(g for g in GEMMS if name in TENSORS[g])
+    return STREAMS[first if layer_recipe.operands()[which, name].transposable else which, name]
 
 
 def both_operands(t: Tensor, name: str, layer_recipe: Recipe, seed: Tensor | None) -> tuple[tuple, tuple]:
     """What the two GEMMs that contract tensor `name` see of it, in the order of GEMMS."""
     first, second = (g for g in GEMMS if name in TENSORS[g])  # contract axis -1 and axis 0
     ops = layer_recipe.operands()
-    if all(_one_read(ops[g, name]) for g in (first, second)) and not (layer_recipe.requantize and name != "g"):
-        row, col = (_how(ops[g, name], STREAMS[g, name]) for g in (first, second))
+    if all(one_read(ops[g, name]) for g in (first, second)) and not (layer_recipe.requantize and name != "g"):
+        row, col = (how(ops[g, name], STREAMS[g, name]) for g in (first, second))
         value, turned = fake_quantize_pair(t, row, col, seed=seed, dtype=gemm_dtype(t.device))
         return (value, None), (turned.t(), None)
     value, factor = one = operand(t, first, name, layer_recipe, seed)
@@ -140,7 +141,7 @@ def both_operands(t: Tensor, name: str, layer_recipe: Recipe, seed: Tensor | Non
     return one, operand(t, second, name, layer_recipe, seed)
 
 
-def _one_read(op: Operand) -> bool:
+def one_read(op: Operand) -> bool:
     """Whether `fake_quantize_pair` can make this operand beside its sister."""
     return op.is_mx and not op.transposable and not (op.two_sided or op.prescaled)
 

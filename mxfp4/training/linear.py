@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from mxfp4.numerics import ops
-from mxfp4.training.gemms import both_operands, operand, product, size_problem, token_multiple
+from mxfp4.numerics.formats import one_of
+from mxfp4.training import prepared
+from mxfp4.training.gemms import size_problem, token_multiple
 from mxfp4.training.quest import project
 from mxfp4.training.recipe import Recipe, layer_index, recipe
 
@@ -23,44 +25,57 @@ DEFAULT_SKIP = ("output", "lm_head", "head", "router", "gate")
 class _QuantizedLinear(torch.autograd.Function):
     """Y = X W^T and its backward, on 2-D X [T, K] with T padded to what the blocks need.
 
-    The forward reads X and W once and prepares what the backward will need of them in place of the originals. Which
-    gradients are wanted comes in as `wanted` (of X, of W), as grad mode is always off in here.
+    The forward reads X and W once and prepares what the backward will need of them in place of the originals, packed
+    where the chip multiplies packed operands or where `save` says so. Which gradients are wanted comes in as `wanted`
+    (of X, of W), as grad mode is always off in here.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, layer_recipe: Recipe, seed: Tensor | None, out_dtype, wanted):
-        need_x, need_w = wanted
+    def forward(
+        ctx, x: Tensor, weight: Tensor, layer_recipe: Recipe, seed: Tensor | None, out_dtype, wanted, save="values"
+    ):
+        operands = layer_recipe.operands()
         w = weight.to(out_dtype)
+        ready, kept = [], []
         with torch.autocast(x.device.type, enabled=False):
-            x_op, x_back = both_operands(x, "x", layer_recipe, seed) if need_w else (None, (None, None))
-            w_op, w_back = both_operands(w, "w", layer_recipe, seed) if need_x else (None, (None, None))
-            x_op = x_op or operand(x, "fprop", "x", layer_recipe, seed)
-            w_op = w_op or operand(w, "fprop", "w", layer_recipe, seed)
-            y = product("fprop", x_op, w_op, layer_recipe, out_dtype)
-        parts = (*x_back, *w_back, seed)
-        ctx.save_for_backward(*(part for part in parts if part is not None))
-        ctx.saved = tuple(part is not None for part in parts)
+            for t, name, back, needed in ((x, "x", "wgrad", wanted[1]), (w, "w", "dgrad", wanted[0])):
+                packed = prepared.runs_packed("fprop", layer_recipe, x.device)
+                if needed:
+                    keep = prepared.runs_packed(back, layer_recipe, x.device) or (
+                        save == "packed" and prepared.packable(operands[back, name])
+                    )
+                    now, later = prepared.prepare_both(t, name, layer_recipe, seed, (packed, keep))
+                else:
+                    now, later = prepared.prepare(t, "fprop", name, layer_recipe, seed, packed), None
+                ready.append(now)
+                kept.append(later)
+            y = prepared.multiply("fprop", *ready, layer_recipe, out_dtype)
+        tensors, ctx.plan = prepared.flatten(*kept)
+        ctx.save_for_backward(*tensors, *([] if seed is None else [seed]))
         ctx.wanted, ctx.layer_recipe, ctx.x_dtype, ctx.w_dtype = wanted, layer_recipe, x.dtype, weight.dtype
+        ctx.seeded = seed is not None
         return y
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        tensors = iter(ctx.saved_tensors)
-        x_value, x_factor, w_value, w_factor, seed = (next(tensors) if there else None for there in ctx.saved)
+        tensors, layer_recipe = list(ctx.saved_tensors), ctx.layer_recipe
+        seed = tensors.pop() if ctx.seeded else None
+        x, w = prepared.rebuild(tensors, ctx.plan)
         need_x, need_w = ctx.wanted
         grad_x = grad_w = None
+        packed = tuple(prepared.runs_packed(which, layer_recipe, grad.device) for which in ("dgrad", "wgrad"))
         with torch.autocast(grad.device.type, enabled=False):
             if need_x and need_w:
-                for_dgrad, for_wgrad = both_operands(grad, "g", ctx.layer_recipe, seed)
+                for_dgrad, for_wgrad = prepared.prepare_both(grad, "g", layer_recipe, seed, packed)
             else:
                 which = "dgrad" if need_x else "wgrad"
-                for_dgrad = for_wgrad = operand(grad, which, "g", ctx.layer_recipe, seed)
+                for_dgrad = for_wgrad = prepared.prepare(grad, which, "g", layer_recipe, seed, packed[int(need_w)])
             if need_x:
-                grad_x = product("dgrad", for_dgrad, (w_value, w_factor), ctx.layer_recipe, ctx.x_dtype)
+                grad_x = prepared.multiply("dgrad", for_dgrad, w, layer_recipe, ctx.x_dtype)
             if need_w:
                 accumulated = ctx.w_dtype if ctx.w_dtype == torch.bfloat16 else torch.float32
-                grad_w = product("wgrad", for_wgrad, (x_value, x_factor), ctx.layer_recipe, accumulated).to(ctx.w_dtype)
-        return grad_x, grad_w, None, None, None, None
+                grad_w = prepared.multiply("wgrad", for_wgrad, x, layer_recipe, accumulated).to(ctx.w_dtype)
+        return grad_x, grad_w, None, None, None, None, None
 
 
 class MXFP4Linear(nn.Linear):
@@ -68,23 +83,26 @@ class MXFP4Linear(nn.Linear):
 
     recipe: a recipe's name or a Recipe; `fqn`: the layer's full name, which picks the recipe's overrides and, with
     `n_layers`, whether it belongs to a tail in BF16, and with `seed`, the layer's random numbers. Every forward draws
-    new ones; `set_step` makes them a function of the step.
+    new ones; `set_step` makes them a function of the step. `save`: how MX operands wait for the backward on chips that
+    do not multiply them packed: as "values" (2 bytes an element on a GPU) or "packed" (0.53, unpacked in the backward);
+    the results are the same.
     Raises ValueError where a feature size is not a multiple of what the recipe's blocks and rotations need.
     """
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, recipe="mxfp4", fqn: str = "",
-        seed: int = 0, n_layers: int = 0, **kw
+        seed: int = 0, n_layers: int = 0, save: str = "values", **kw
     ):  # fmt: skip
         super().__init__(in_features, out_features, bias, **kw)
+        self.save = one_of("save", save, prepared.SAVES)
         self._configure(recipe, fqn, seed, n_layers)
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, recipe="mxfp4", *, fqn: str = "", seed: int = 0, n_layers: int = 0
+        cls, linear: nn.Linear, recipe="mxfp4", *, fqn: str = "", seed: int = 0, n_layers: int = 0, save: str = "values"
     ) -> MXFP4Linear:
         """The quantized layer around the parameters of `linear` (shared, not copied)."""
-        how = {"recipe": recipe, "fqn": fqn, "seed": seed, "n_layers": n_layers}
+        how = {"recipe": recipe, "fqn": fqn, "seed": seed, "n_layers": n_layers, "save": save}
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta", **how)
         layer.weight, layer.bias = linear.weight, linear.bias
         layer.init_rng(linear.weight.device)
@@ -122,7 +140,7 @@ class MXFP4Linear(nn.Linear):
         if self.recipe.quest:
             flat, weight = project(flat, out_dtype), project(weight, out_dtype)
         wanted = tuple(torch.is_grad_enabled() and t.requires_grad for t in (flat, weight))
-        y = _QuantizedLinear.apply(flat, weight, self.recipe, self.draw_seed(), out_dtype, wanted)
+        y = _QuantizedLinear.apply(flat, weight, self.recipe, self.draw_seed(), out_dtype, wanted, self.save)
         y = y[:tokens].reshape(*x.shape[:-1], out_features)
         return y if self.bias is None else y + self.bias.to(out_dtype)
 
@@ -136,18 +154,19 @@ def default_filter(module: nn.Module, fqn: str) -> bool:
 
 
 def convert(
-    model: nn.Module, name: str | Recipe, filter_fn: Callable[[nn.Module, str], bool] | None = None, *, seed: int = 0
-) -> nn.Module:
+    model: nn.Module, name: str | Recipe, filter_fn: Callable[[nn.Module, str], bool] | None = None, *, seed: int = 0,
+    save: str = "values",
+) -> nn.Module:  # fmt: skip
     """Replace the nn.Linear layers of `model` for which `filter_fn(module, fqn)` holds by MXFP4Linear, in place.
 
-    Parameters are shared, so optimizers and state_dicts stay valid. `filter_fn` None is `default_filter`. Raises
+    Parameters are shared, so optimizers and state_dicts stay valid. `filter_fn` None is `default_filter`; `save` as in MXFP4Linear. Raises
     ValueError, naming the layer and changing nothing, when a feature size does not fit the recipe.
     """
     chosen = recipe(name)
     keep = filter_fn or default_filter
     found = [(fqn, m) for fqn, m in model.named_modules() if type(m) is nn.Linear and keep(m, fqn)]
     depth = 1 + max((i for i in (layer_index(fqn) for fqn, _ in found) if i is not None), default=-1)
-    made = {fqn: MXFP4Linear.from_linear(m, chosen, fqn=fqn, seed=seed, n_layers=depth) for fqn, m in found}
+    made = {fqn: MXFP4Linear.from_linear(m, chosen, fqn=fqn, seed=seed, n_layers=depth, save=save) for fqn, m in found}
     for fqn, layer in made.items():
         if not fqn:
             return layer

@@ -1,0 +1,150 @@
+"""Operands as a layer multiplies and keeps them: values, or packed codes and scales.
+
+A chip with FP4 units multiplies packed MX operands as they are. Everywhere else a GEMM reads values (`gemms.py`), and
+packed is how the backward's operands can wait for it: 0.53 bytes an element in place of 2, unpacked when they are
+needed, the same values. What has no packed form (high precision, FP8 with a scale a tensor, NVFP4, rotations along
+both axes, the prescale) is held as values on every chip, and so is the partner of such an operand in its GEMM.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mxfp4.numerics import packed_ops
+from mxfp4.numerics.matmul import as_dtype, gemm_dtype
+from mxfp4.numerics.path import matmul_path
+from mxfp4.numerics.quantize import quantize, quantize_pair, values_and_packed
+from mxfp4.numerics.tensor import MXTensor
+from mxfp4.training.gemms import AXES, both_operands, how, one_read, operand, product, stream_of
+from mxfp4.training.recipe import GEMMS, TENSORS, Operand, Recipe
+
+SAVES = ("values", "packed")
+
+
+class Values(NamedTuple):
+    """Contraction axis last, in the dtype that carries them; a factor for the product, or None."""
+
+    value: Tensor
+    factor: Tensor | None
+
+
+class Packed(NamedTuple):
+    """Codes and E8M0 bytes, the contraction axis last unless `turned`: square blocks, stored along the other axis."""
+
+    qdata: Tensor
+    scale: Tensor
+    elem: str
+    block: str
+    turned: bool
+
+
+Prepared = Values | Packed
+
+
+def packable(op: Operand) -> bool:
+    """Whether codes and scales are all there is to an operand."""
+    return op.is_mx and not op.two_sided and not op.prescaled
+
+
+def runs_packed(which: str, layer_recipe: Recipe, device: torch.device) -> bool:
+    """Whether GEMM `which` takes packed operands on `device`."""
+    pair = getattr(layer_recipe, which)
+    return matmul_path(device) == "native" and packable(pair.a) and packable(pair.b)
+
+
+def prepare(t: Tensor, which: str, name: str, layer_recipe: Recipe, seed: Tensor | None, packed: bool) -> Prepared:
+    """What GEMM `which` sees of tensor `name` (x, w or g), given as the 2-D `t`."""
+    if not packed:
+        return Values(*operand(t, which, name, layer_recipe, seed))
+    op, axis = layer_recipe.operands()[which, name], AXES[which, name]
+    along = -1 if op.transposable else axis
+    q = quantize(t, axis=along, seed=seed, **how(op, stream_of(which, name, layer_recipe)))
+    return _packed(q, turned=along != axis)
+
+
+def _packed(q: MXTensor, turned: bool = False) -> Packed:
+    return Packed(q.qdata, q.scale, q.elem, q.block, turned)
+
+
+def prepare_both(
+    t: Tensor, name: str, layer_recipe: Recipe, seed: Tensor | None, packed: tuple[bool, bool]
+) -> tuple[Prepared, Prepared]:
+    """What the two GEMMs that contract tensor `name` see of it, in the order of GEMMS, each packed or not."""
+    if not any(packed):
+        return tuple(Values(*one) for one in both_operands(t, name, layer_recipe, seed))
+    first, second = (g for g in GEMMS if name in TENSORS[g])
+    one, two = (layer_recipe.operands()[g, name] for g in (first, second))
+    dtype = gemm_dtype(t.device)
+    if one == two and one.transposable:  # one quantization serves both
+        made = prepare(t, first, name, layer_recipe, seed, True)
+        both = made, made._replace(turned=True)
+        return tuple(p if keep else unpacked(p, dtype) for p, keep in zip(both, packed, strict=True))
+    again = layer_recipe.requantize and name != "g"
+    if one_read(one) and one_read(two) and packed[1] and not again:
+        row, col = how(one, stream_of(first, name, layer_recipe)), how(two, stream_of(second, name, layer_recipe))
+        if packed[0]:
+            return tuple(_packed(q) for q in quantize_pair(t, row, col, seed=seed))
+        value, q = values_and_packed(t, row, col, seed=seed, dtype=dtype)
+        return Values(value, None), _packed(q)
+    prepared = prepare(t, first, name, layer_recipe, seed, packed[0])
+    if again:
+        value, factor = unpacked(prepared, dtype)
+        t = value if factor is None else value * factor
+    return prepared, prepare(t, second, name, layer_recipe, seed, packed[1])
+
+
+def unpacked(x: Prepared, dtype: torch.dtype, late: bool = False) -> Values:
+    """`x` as values in `dtype`; `late`: in a backward."""
+    if isinstance(x, Values):
+        return x
+    value = packed_ops.unpack(x.qdata, x.scale, x.elem, x.block, dtype, late)
+    return Values(value.t() if x.turned else value, None)
+
+
+def _along_k(x: Packed) -> tuple[Tensor, Tensor, str, str]:
+    if x.turned:
+        return packed_ops.turn(x.qdata, x.elem), x.scale.t().contiguous(), x.elem, x.block
+    return x.qdata, x.scale, x.elem, x.block
+
+
+def multiply(which: str, a: Prepared, b: Prepared, layer_recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
+    """GEMM `which` of two prepared operands -> [M, N] in `out_dtype`, FP32 accumulation."""
+    device = (a.value if isinstance(a, Values) else a.qdata).device
+    if isinstance(a, Packed) and isinstance(b, Packed) and matmul_path(device) == "native":
+        dtype = out_dtype if out_dtype in (torch.float32, torch.bfloat16) else torch.float32
+        return as_dtype(packed_ops.gemm_packed(*_along_k(a), *_along_k(b), dtype), out_dtype)
+    a, b = (unpacked(x, gemm_dtype(device), late=which != "fprop") for x in (a, b))
+    return product(which, a, b, layer_recipe, out_dtype)
+
+
+def flatten(*parts: Prepared | None) -> tuple[list[Tensor], list]:
+    """(tensors, what `rebuild` needs beside them) of operands that wait for a backward."""
+    tensors: list[Tensor] = []
+    plan: list = []
+    for part in parts:
+        if isinstance(part, Packed):
+            tensors += [part.qdata, part.scale]
+            plan.append(("packed", part.elem, part.block, part.turned))
+        elif isinstance(part, Values):
+            tensors += [part.value] if part.factor is None else [part.value, part.factor]
+            plan.append(("values", part.factor is not None))
+        else:
+            plan.append(None)
+    return tensors, plan
+
+
+def rebuild(tensors, plan: list) -> list[Prepared | None]:
+    """The inverse of `flatten`."""
+    left = list(tensors)
+    parts: list[Prepared | None] = []
+    for kind in plan:
+        if kind is None:
+            parts.append(None)
+        elif kind[0] == "packed":
+            parts.append(Packed(left.pop(0), left.pop(0), *kind[1:]))
+        else:
+            parts.append(Values(left.pop(0), left.pop(0) if kind[1] else None))
+    return parts
