@@ -35,7 +35,7 @@ from mxfp4.experiments.lock import Lock
 from mxfp4.experiments.machine import default_device, git_state, machine
 from mxfp4.experiments.probes import COLUMNS as PROBE_COLUMNS
 from mxfp4.numerics.path import matmul_path
-from mxfp4.training import checkpoint
+from mxfp4.training import checkpoint, durable
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.loop import TrainResult
 from mxfp4.training.paths import runs_dir
@@ -176,7 +176,7 @@ class Store:
                 "timings": result.timings,
                 "sha256": hashes,
             }
-            checkpoint.write_atomic(work / "record.json", json.dumps(data, indent=1).encode() + b"\n")
+            durable.write_atomic(work / "record.json", json.dumps(data, indent=1).encode() + b"\n")
             for name in TABLES:
                 _sync_file(work / f"{name}.parquet")
             self._place(work, final)
@@ -196,7 +196,7 @@ class Store:
         except OSError:
             if _read(final) is None:  # else another process stored the same arm first
                 raise
-        checkpoint.sync_folder(final.parent)
+        durable.sync_folder(final.parent)
 
     def load(self, scale: str | None = None, *, device_type: str | None = None) -> list[Record]:
         """Whole records of the current SEMANTICS_VERSION, sorted by run id; of equal keys the first.

@@ -1,9 +1,10 @@
-"""Checkpoints of one run on one device: a folder of `step-00000123.pt`, each with its SHA-256 beside it.
+"""The checkpoints of a run: a folder of `step-00000123.pt`, each with its SHA-256 beside it, as one process writes
+them, or of folders `step-00000123` (`sharded`), as several ranks do.
 
-A checkpoint is written under a temporary name, synced, and renamed; then its `.sha256` (the format of
+A single-file checkpoint is written under a temporary name, synced, and renamed; then its `.sha256` (the format of
 sha256sum) likewise. Without a matching sum it does not count, so a write cut short by a crash or a full
-disk, or bytes that rot later, are noticed, and the one before is used. The newest KEEP are kept. Loading
-allows tensors and plain data only (weights_only), never code.
+disk, or bytes that rot later, are noticed, and the one before is used. The newest KEEP of both kinds are kept.
+Loading allows tensors and plain data only (weights_only), never code.
 """
 
 from __future__ import annotations
@@ -11,17 +12,24 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
-import os
 import re
+import shutil
 import warnings
 from pathlib import Path
 
 import torch
 
 from mxfp4.errors import UserError
+from mxfp4.training.durable import write_atomic
 
 KEEP = 2
-_NAME = re.compile(r"step-(\d{8})\.pt")
+SUMS = "SHA256SUMS"
+"""The file without which a folder does not count: the sums of all others, in sha256sum's format."""
+_NAME = re.compile(r"step-(\d{8})(\.pt)?")
+
+
+class Damaged(Exception):
+    """A checkpoint that cannot be used; the message ends "checkpoint PATH ..."."""
 
 
 def save(folder: Path | str, step: int, state: dict) -> Path:
@@ -31,7 +39,7 @@ def save(folder: Path | str, step: int, state: dict) -> Path:
     were.
     """
     folder = Path(folder)
-    path = folder / f"step-{step:08d}.pt"
+    path = path_of(folder, step, split=False)
     buffer = io.BytesIO()
     torch.save(state, buffer)
     data = buffer.getbuffer()
@@ -49,73 +57,81 @@ def save(folder: Path | str, step: int, state: dict) -> Path:
             else error.strerror or str(error)
         )
         raise UserError(f"cannot write checkpoint {path}: {reason}; earlier checkpoints are intact") from None
-    for old in _files(folder)[KEEP:]:
-        _remove(old)
+    prune(folder)
     return path
 
 
+def path_of(folder: Path | str, step: int, *, split: bool) -> Path:
+    """Where the checkpoint of `step` lies: a folder if it is `split` over ranks, else a file."""
+    return Path(folder) / f"step-{step:08d}{'' if split else '.pt'}"
+
+
+def step_of(path: Path) -> int:
+    return int(_NAME.fullmatch(path.name)[1])
+
+
+def read(path: Path, map_location="cpu") -> dict:
+    """The state in a single-file checkpoint. Raises Damaged."""
+    problem = _problem(path)
+    if problem is None:
+        try:
+            return torch.load(path, map_location=map_location, weights_only=True)
+        except Exception as error:  # the sum fits, so the file holds something else than a state
+            problem = f"cannot be loaded ({type(error).__name__})"
+    raise Damaged(problem)
+
+
 def load_latest(folder: Path | str, map_location="cpu") -> tuple[int, dict] | None:
-    """(step, state) of the newest whole checkpoint, or None. A damaged one is named in a warning and passed
-    over."""
-    for path in _files(Path(folder)):
-        problem = _problem(path)
-        if problem is None:
-            try:
-                state = torch.load(path, map_location=map_location, weights_only=True)
-            except (
-                Exception
-            ) as error:  # the sum fits, so the file holds something else than a state: named, passed over
-                problem = f"cannot be loaded ({type(error).__name__})"
-            else:
-                return int(_NAME.fullmatch(path.name)[1]), state
-        warnings.warn(f"checkpoint {path} {problem}; using the one before it", stacklevel=2)
+    """(step, state) of the newest whole single-file checkpoint, or None. A damaged one is named in a warning and
+    passed over."""
+    for path in entries(folder):
+        if path.is_dir():
+            continue
+        try:
+            return step_of(path), read(path, map_location)
+        except Damaged as problem:
+            passed_over(path, problem)
     return None
 
 
+def passed_over(path: Path, problem: object) -> None:
+    """Warn that a checkpoint is not used."""
+    warnings.warn(f"checkpoint {path} {problem}; using the one before it", stacklevel=3)
+
+
 def latest_step(folder: Path | str) -> int | None:
-    """Step of the newest whole checkpoint, without loading it; None when there is none."""
-    return next((int(_NAME.fullmatch(p.name)[1]) for p in _files(Path(folder)) if _problem(p) is None), None)
+    """Step of the newest whole checkpoint, without loading it; None when there is none. The bytes of one in a folder,
+    which may be many, are not read."""
+    for path in entries(folder):
+        if (path / SUMS).is_file() if path.is_dir() else _problem(path) is None:
+            return step_of(path)
+    return None
+
+
+def prune(folder: Path) -> None:
+    """Drop all but the newest KEEP, and folders that a killed run left unfinished."""
+    found = entries(folder)
+    whole = [p for p in found if not p.is_dir() or (p / SUMS).is_file()]
+    for path in found:
+        if path not in whole[:KEEP]:
+            _remove(path)
 
 
 def remove(folder: Path | str) -> None:
     """Delete the checkpoints of a finished run, and the folder if nothing else is in it."""
     folder = Path(folder)
-    for path in _files(folder):
+    for path in entries(folder):
         _remove(path)
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
 
 
-def write_atomic(path: Path, data) -> None:
-    """Replace `path` by `data` (bytes-like): the old file or the whole new one, whatever happens. Raises
-    OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _files(folder: Path) -> list[Path]:
-    """Checkpoints, newest first."""
+def entries(folder: Path | str) -> list[Path]:
+    """Checkpoints of both kinds, newest first, whole or not."""
+    folder = Path(folder)
     if not folder.is_dir():
         return []
-    return sorted((p for p in folder.iterdir() if _NAME.fullmatch(p.name)), reverse=True)
+    return sorted((p for p in folder.iterdir() if _NAME.fullmatch(p.name)), key=lambda p: p.name[:13], reverse=True)
 
 
 def _sum_path(path: Path) -> Path:
@@ -132,5 +148,9 @@ def _problem(path: Path) -> str | None:
 
 
 def _remove(path: Path) -> None:
+    if path.is_dir():
+        (path / SUMS).unlink(missing_ok=True)  # first: what is half removed does not count
+        shutil.rmtree(path, ignore_errors=True)
+        return
     _sum_path(path).unlink(missing_ok=True)
     path.unlink(missing_ok=True)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mxfp4.training.parallel import ALONE, Ranks
+
 
 def compute_context(device: torch.device) -> AbstractContextManager:
     """BF16 activations over FP32 weights on a GPU; FP32 on the CPU, where BF16 is slower and less exact."""
@@ -38,14 +40,20 @@ def _token_losses(model: nn.Module, windows: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def window_losses(model: nn.Module, windows: Tensor, batch_size: int) -> Tensor:
-    """Mean loss of each of windows [n, seq + 1] in nats a token, float64 [n], `batch_size` windows at a time."""
+def window_losses(model: nn.Module, windows: Tensor, batch_size: int, ranks: Ranks = ALONE) -> list[float]:
+    """Mean loss of each of windows [n, seq + 1] in nats a token (a float64 mean of n values), `batch_size` windows at
+    a time. Ranks share the batches; all get the whole list."""
+    parts = windows.split(batch_size)
+    mine, most = ranks.share(len(parts))
     model.eval()
     losses = []
-    for part in windows.split(batch_size):
-        losses.append(_token_losses(model, part).double().mean(dim=1))
+    for i in range(mine.start, mine.start + most):
+        part = parts[min(i, len(parts) - 1)]  # a rank without work left computes along: its weights are needed
+        found = _token_losses(model, part).double().mean(dim=1)
+        losses += [found] if i in mine else []
     model.train()
-    return torch.cat(losses)
+    values = torch.cat(losses).tolist() if losses else []
+    return [value for share in ranks.gather(values) for value in share]
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:

@@ -175,11 +175,14 @@ def convert(
     return model
 
 
-def set_step(model: nn.Module, step: int) -> None:
-    """Make the random numbers of every MXFP4Linear a function of (seed, layer, step, forwards since): resumable."""
+def set_step(model: nn.Module, step: int, forwards: int = 0) -> None:
+    """Make the random numbers of every MXFP4Linear a function of (seed, layer, step, forwards of it): resumable.
+
+    forwards: how many of the step's forwards went before the next one, on other ranks.
+    """
     for module in model.modules():
         if isinstance(module, MXFP4Linear) and module.recipe.is_random:
-            module.rng[1] = step << 20
+            module.rng[1] = (step << 20) + forwards
 
 
 def _layer_key(seed: int, fqn: str) -> int:

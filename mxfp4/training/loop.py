@@ -7,6 +7,9 @@ GPU does not wait.
 Resuming needs the step number, weights and optimizer state: batches are a function of the step, and
 `set_step` makes a recipe's random numbers one. On the CPU a run that was killed and resumed has the bytes
 of one that was not (with the same number of threads, which decides the order of sums).
+
+Inside `parallel.joined` the same loop runs on every rank: each computes its parts of the global batch, and all take
+the same decisions from the same numbers, so none waits for one that has stopped.
 """
 
 from __future__ import annotations
@@ -23,14 +26,17 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from mxfp4.errors import UserError
-from mxfp4.training import checkpoint
+from mxfp4.training import parallel
 from mxfp4.training.captured import CapturedStep
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.divergence import DivergenceWatch
 from mxfp4.training.evaluate import bits_per_byte, token_loss, window_losses
-from mxfp4.training.linear import convert, set_step
+from mxfp4.training.linear import MXFP4Linear, convert, set_step
 from mxfp4.training.model import Llama, build_model
+from mxfp4.training.parallel import Ranks, whole
 from mxfp4.training.optim import learning_rate, make_optimizer, set_learning_rate
+from mxfp4.training.recompute import recompute_every as set_recompute
+from mxfp4.training.resume import Checkpoints
 
 FETCH_EVERY = {"cpu": 1, "cuda": 20}  # steps between two looks at the losses
 CHECKPOINT_SECONDS = 60.0
@@ -82,35 +88,38 @@ def train(
     progress: bool = True,
     compile: bool = False,
     capture: bool = False,
+    recompute_every: int = 0,
     stop: Callable[[], bool] | None = None,
 ) -> TrainResult:
-    """Train one arm, from its checkpoint if `checkpoint_dir` holds one.
+    """Train one arm, from its checkpoint if `checkpoint_dir` holds one; on every rank of `parallel.joined` alike.
 
     corpus: None packs or opens `config.corpus`. device: None is the GPU if there is one.
-    checkpoint_seconds: time between checkpoints (0: one a step). on_step: called with the number of each
-    finished step. compile: torch.compile on each block. capture: run a step as one CUDA graph. A model with
-    experts runs without either. stop: asked after each step; True leaves a
-    checkpoint and gives the outcome "paused".
-    Raises UserError when the corpus or checkpoint does not fit the configuration, or a checkpoint cannot be
-    written.
+    checkpoint_seconds: least time between checkpoints (0: one a step). on_step: called with the number of each
+    finished step. compile: torch.compile on each block. capture: run a step as one CUDA graph, on a single rank. A
+    model with experts runs without either. recompute_every: every n-th block computes its activations again in the
+    backward. stop: asked after each step; True, on any rank, leaves a checkpoint and gives the outcome "paused".
+    Raises UserError when the corpus, the checkpoint or the number of ranks does not fit the configuration, or a
+    checkpoint cannot be written.
     """
+    ranks = parallel.here()
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if corpus is None:
         from mxfp4.training.packing import prepare  # slow to import, and not needed for a given corpus
 
         corpus = prepare(config.corpus, config.model.vocab_size, progress=progress)
-    dense = not config.model.n_experts  # how many tokens an expert gets changes from step to step
-    run = _Run(config, corpus, device, compile and dense, capture and dense)
+    run = _Run(config, corpus, device, ranks)
+    run.prepare(compile, capture, recompute_every)
+    checkpoints = None
     if checkpoint_dir is not None:
-        run.resume(Path(checkpoint_dir))
+        checkpoints = Checkpoints(Path(checkpoint_dir), run.model, run.optimizer, ranks, checkpoint_seconds)
+        run.resume(checkpoints)
     bar = tqdm(
         total=config.steps,
         initial=run.step,
         desc=config.recipe,
         unit="step",
-        disable=None if progress else True,
+        disable=None if progress and ranks.rank == 0 else True,
     )
-    saved = time.monotonic()
     with bar:
         if not run.rows:
             run.evaluate()
@@ -123,35 +132,49 @@ def train(
                 break
             if {run.step, run.step + 1} <= set(config.probe_steps):
                 continue  # the probe compares these two steps; a checkpoint between them would lose the first
-            paused = stop is not None and stop()
-            if checkpoint_dir is not None and (paused or time.monotonic() - saved >= checkpoint_seconds):
-                run.save(Path(checkpoint_dir))
-                saved = time.monotonic()
+            due = checkpoints is not None and ranks.rank == 0 and checkpoints.due()
+            paused, due = ranks.any(stop is not None and stop(), due)
+            if checkpoints is not None and (paused or due):
+                run.save(checkpoints, wait=paused or checkpoint_seconds == 0)
             if paused and run.status is None:
                 run.status = "paused"
+    if checkpoints is not None:
+        checkpoints.close(needed=run.status == "paused")
     return run.result()
+
+
+def _model(config: TrainConfig, device: torch.device, ranks: Ranks) -> Llama:
+    """The converted model with its initial weights, spread over the ranks where there are several."""
+    if ranks.size == 1:
+        return convert(build_model(config.model, config.seed, device), config.recipe, seed=config.seed)
+    with torch.device("meta"):
+        model = convert(Llama(config.model), config.recipe, seed=config.seed)
+    model = ranks.shard(model, device).init_weights(config.seed)
+    for module in model.modules():
+        if isinstance(module, MXFP4Linear):
+            module.init_rng(device)
+    return model
 
 
 class _Run:
     """A run between two steps. `status` is None while it goes on."""
 
-    def __init__(
-        self, config: TrainConfig, corpus: TokenSource, device: torch.device, compile: bool, capture: bool
-    ):
+    def __init__(self, config: TrainConfig, corpus: TokenSource, device: torch.device, ranks: Ranks):
         if corpus.vocab_size != config.model.vocab_size:
             raise UserError(
                 f"the corpus has a vocabulary of {corpus.vocab_size}, "
                 f"the model one of {config.model.vocab_size}"
             )
-        self.config, self.corpus, self.device = config, corpus, device
-        self.model = convert(build_model(config.model, config.seed, device), config.recipe, seed=config.seed)
+        ranks.check(config.micro_batches)
+        self.config, self.corpus, self.device, self.ranks = config, corpus, device, ranks
+        self.model = _model(config, device, ranks)
         self.optimizer = make_optimizer(self.model, config)
         windows = corpus.eval_windows(config.eval_sequences, config.seq_len)
         self.bytes_per_token = corpus.bytes_per_token(windows=windows)
         self.eval_windows = windows.to(device)
         self.watch = DivergenceWatch(config.model.vocab_size)
         self.step = 0
-        self.update = CapturedStep(self._update) if capture else self._update
+        self.update = self._update
         self.rows: list[dict] = []
         self.window_losses: list[float] = []
         self.pending: list[tuple[int, float, Tensor]] = []
@@ -162,9 +185,16 @@ class _Run:
         self.seconds = {"train": 0.0, "evaluate": 0.0, "timed": 0.0}
         self.timed_tokens = 0
         self.timed_from: tuple[float, int] | None = None  # time and step; None: what follows is not timed
-        if compile:
+
+    def prepare(self, compile: bool, capture: bool, recompute_every: int) -> None:
+        """Choose how steps are executed: it changes speed and memory alone."""
+        set_recompute(self.model, recompute_every)
+        dense = not self.config.model.n_experts  # how many tokens an expert gets changes from step to step
+        if compile and dense:
             for layer in self.model.layers:
                 layer.compile()
+        if capture and dense and self.ranks.size == 1:
+            self.update = CapturedStep(self._update)
 
     def advance(self, probe: Probe | None) -> None:
         """One optimizer step, and whatever is due after it."""
@@ -173,11 +203,13 @@ class _Run:
         batch = self.corpus.batch(self.step - 1, config.batch_size, config.seq_len, config.seed)
         batch = batch.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else batch
         if probe is not None and self.step in config.probe_steps:
+            if self.ranks.size > 1:
+                raise UserError(f"probe_steps={config.probe_steps} look at whole tensors: allowed with one rank")
             with torch.compiler.set_stance("force_eager"):  # it tries other recipes: nothing to compile for one look
                 self.probes += probe(self.model, self.step, batch)
             self.optimizer.zero_grad(set_to_none=True)
             self.timed_from = None
-        set_step(self.model, self.step)
+        set_step(self.model, self.step, self._parts()[0])
         lr = learning_rate(config, self.step)
         set_learning_rate(self.optimizer, lr)
         self.pending.append((self.step, lr, self.update(batch)))
@@ -193,19 +225,25 @@ class _Run:
 
     def _update(self, batch: Tensor) -> Tensor:
         """One step of the optimizer on a batch; [loss, norm of the gradient, load-balance loss], on the device."""
-        loss, balance = self._gradients(batch)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        loss, balance = self.ranks.mean(torch.stack(self._gradients(batch)))
+        norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return torch.stack([loss, norm.detach(), balance])
 
+    def _parts(self) -> range:
+        """Which parts of a batch are this rank's."""
+        return self.ranks.share(self.config.micro_batches)[0]
+
     def _gradients(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Accumulate the gradient of a batch; return its mean loss and the load-balance loss, on the
-        device."""
-        parts = batch.chunk(self.config.micro_batches)
+        """Accumulate the gradient of this rank's parts of a batch; return their mean loss and load-balance loss, on
+        the device."""
+        mine = self._parts()
+        parts = batch.chunk(self.config.micro_batches)[mine.start : mine.stop]
         total = torch.zeros((), device=self.device)
         balance = torch.full((), math.nan if not self.config.model.n_experts else 0.0, device=self.device)
-        for part in parts:
+        for i, part in enumerate(parts):
+            self.ranks.last_part(self.model, i == len(parts) - 1)
             loss = objective = token_loss(self.model, part)
             aux = self.model.balance_loss()
             if aux is not None:
@@ -237,7 +275,9 @@ class _Run:
         """Evaluate and write the result into the row of the current step."""
         started = time.perf_counter()
         batch_size = self.config.batch_size // self.config.micro_batches
-        self.window_losses = window_losses(self.model, self.eval_windows, batch_size).tolist()
+        mine, _ = self.ranks.share(-(-len(self.eval_windows) // batch_size))
+        set_step(self.model, self.step, mine.start + (self.config.micro_batches if self.step else 0))
+        self.window_losses = window_losses(self.model, self.eval_windows, batch_size, self.ranks)
         loss = sum(self.window_losses) / len(self.window_losses)
         if self.step == 0:
             self.rows.append(self._row(0))
@@ -260,16 +300,14 @@ class _Run:
         blank = dict.fromkeys(names, math.nan)
         return {"step": step, "tokens": step * self.config.tokens_per_step, **blank, **known}
 
-    def save(self, folder: Path) -> None:
+    def save(self, checkpoints: Checkpoints, wait: bool) -> None:
         """Leave a checkpoint, unless the losses it would hold show that the run has diverged."""
         self.fetch()
         if self.status is not None:
             return
-        state = {
+        plain = {
             "config": self.config.to_dict(),
             "corpus": self.corpus.fingerprint,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
             "curve": self.rows,
             "window_losses": self.window_losses,
             "probes": self.probes,
@@ -277,27 +315,29 @@ class _Run:
             "seconds": self.seconds,
             "timed_tokens": self.timed_tokens,
         }
-        checkpoint.save(folder, self.step, state)
+        checkpoints.save(self.step, plain, wait=wait)
         self.timed_from = time.perf_counter(), self.step
 
-    def resume(self, folder: Path) -> None:
-        """Go on from the newest whole checkpoint in `folder`, if there is one."""
-        found = checkpoint.load_latest(folder, map_location=self.device)
+    def resume(self, checkpoints: Checkpoints) -> None:
+        """Go on from the newest whole checkpoint, if there is one. Raises UserError when it is another run's."""
+
+        def check(state: dict) -> None:
+            ours, theirs = self.config.to_dict(), state["config"]
+            for name in ours:
+                if ours[name] != theirs.get(name, ours[name]):
+                    raise UserError(
+                        f"{checkpoints.folder} is of a run with {name}={theirs[name]!r}, this one has {ours[name]!r}"
+                    )
+            if state["corpus"] != self.corpus.fingerprint:
+                raise UserError(
+                    f"{checkpoints.folder} was trained on corpus {state['corpus']}, this one is "
+                    f"{self.corpus.fingerprint}"
+                )
+
+        found = checkpoints.load(check)
         if found is None:
             return
         self.step, state = found
-        ours, theirs = self.config.to_dict(), state["config"]
-        for name in ours:
-            if ours[name] != theirs.get(name, ours[name]):
-                raise UserError(
-                    f"{folder} is of a run with {name}={theirs[name]!r}, this one has {ours[name]!r}"
-                )
-        if state["corpus"] != self.corpus.fingerprint:
-            raise UserError(
-                f"{folder} was trained on corpus {state['corpus']}, this one is {self.corpus.fingerprint}"
-            )
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
         self.rows, self.probes, self.target = state["curve"], state["probes"], state["target"]
         self.window_losses = state["window_losses"]
         self.seconds, self.timed_tokens = state["seconds"], state["timed_tokens"]
@@ -322,5 +362,7 @@ class _Run:
             "tokens_per_second": self.timed_tokens / self.seconds["timed"] if self.seconds["timed"] else None,
         }
         if self.device.type == "cuda":
-            timings["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.device)
+            timings["peak_memory_bytes"] = max(self.ranks.gather(torch.cuda.max_memory_allocated(self.device)))
+        if self.ranks.control is not None:
+            timings["ranks"] = self.ranks.size
         return TrainResult(self.rows, self.probes, self.window_losses, outcome, timings, self.model)

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mxfp4.training.config import ModelConfig
+from mxfp4.training.parallel import fill
+from mxfp4.training.recompute import recomputed
 
 INIT_STD = 0.02
 
@@ -133,8 +135,14 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = MixtureOfExperts(config) if config.n_experts else FeedForward(config)
+        self.recompute = False
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            return recomputed(self._forward, x, rope)
+        return self._forward(x, rope)
+
+    def _forward(self, x: Tensor, rope: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope)
         return x + self.feed_forward(self.ffn_norm(x))
 
@@ -190,7 +198,7 @@ class Llama(nn.Module):
             std = INIT_STD / math.sqrt(2 * self.config.n_layers) if residual else INIT_STD
             digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-            parameter.copy_(torch.empty(parameter.shape).normal_(std=std, generator=generator))
+            fill(parameter, torch.empty(parameter.shape).normal_(std=std, generator=generator))
         self.rope = self._rope(self.rope.device)
         return self
 
