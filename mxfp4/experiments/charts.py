@@ -84,6 +84,13 @@ def show(chart: alt.TopLevelMixin, *, caption: str) -> None:
     display(Markdown(f"*{caption}*"), metadata={METADATA: {"caption": True}})
 
 
+def say(text: str) -> None:
+    """Display a paragraph that was computed: Markdown, for numbers that prose must not hold."""
+    from IPython.display import Markdown, display
+
+    display(Markdown(text))
+
+
 def render(chart: alt.TopLevelMixin, caption: str) -> tuple[dict[str, str], dict[str, Any]]:
     """The mime bundle and the metadata of one displayed chart. Raises ValueError without a caption."""
     import vl_convert

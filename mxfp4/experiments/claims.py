@@ -30,7 +30,7 @@ VERDICTS = {
 }
 PAPERS = ("P1", "P2", "both", "others")
 RULES = ("above", "below", "at_least", "at_most", "between", "within_factor")
-NEEDS = ("parameters", "tokens", "seeds", "path")
+NEEDS = ("parameters", "tokens", "seeds", "path", "source", "model")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Claim:
     holds: dict
     """One rule: {above: 0}."""
     needs: dict
-    """Least parameters (non-embedding), tokens an arm, seeds; path."""
+    """Least parameters (non-embedding), tokens an arm, seeds; path; source (text or synthetic: text if unsaid) and model
+    (dense or experts: dense if unsaid) of the studies that may decide."""
     scale_note: str
     """What scale could still change."""
     chapter: str
@@ -230,6 +231,7 @@ def judge(claim: Claim, candidates: Sequence[Study]) -> Verdict:
     Of the studies with records of every arm, one that meets the claim's needs is preferred, then the larger
     one (`candidates` is in that order, as `studies` gives it).
     """
+    candidates = [s for s in candidates if _is_about(claim, s)]
     whole = [s for s in candidates if set(claim.arms) <= s.arms.keys()]
     if not whole:
         have = max(candidates, key=lambda s: len(set(claim.arms) & s.arms.keys()), default=None)
@@ -240,6 +242,13 @@ def judge(claim: Claim, candidates: Sequence[Study]) -> Verdict:
     decisive = [v for v in judged if v.verdict in order[:3]]
     with_effect = [v for v in judged if v.effect is not None]
     return (decisive or with_effect or judged)[0]
+
+
+def _is_about(claim: Claim, study: Study) -> bool:
+    """Whether the study has the kind of source and model that the claim is of."""
+    source = "synthetic" if study.config.corpus == "synthetic" else "text"
+    model = "experts" if study.config.model.n_experts else "dense"
+    return (source, model) == (claim.needs.get("source", "text"), claim.needs.get("model", "dense"))
 
 
 def _judge(claim: Claim, study: Study) -> Verdict:

@@ -193,22 +193,48 @@ def disagreement_frame(
             arm = rule_arm(rule, suffix)
             effect = _try("loss_difference", study, arm=arm, against=reference)
             if effect is not None:
-                known = math.isfinite(effect.low) and math.isfinite(effect.high)
-                rows.append(
-                    {
-                        "rule": rule,
-                        "rounding": rounding,
-                        "arm": arm,
-                        "difference": effect.value,
-                        "low": effect.low if known else effect.value,
-                        "high": effect.high if known else effect.value,
-                        "seeds": len(effect.seeds),
-                        "outcome": outcome_text(study, arm),
-                        "text": effect_text(effect),
-                    }
-                )
+                whose = {"rule": rule, "rounding": rounding, "arm": arm}
+                rows.append({**whose, **_span(effect), "outcome": outcome_text(study, arm)})
     columns = ["rule", "rounding", "arm", "difference", "low", "high", "seeds", "outcome", "text"]
     return pd.DataFrame(rows, columns=columns)
+
+
+def gap_frame(study: Study, arms: Sequence[str], *, reference: str = "bf16") -> pd.DataFrame:
+    """arm, difference (final loss to the reference, nats), low, high, seeds, outcome, text; arms with records."""
+    rows = []
+    for arm in arms:
+        effect = _try("loss_difference", study, arm=arm, against=reference) if arm != reference else None
+        if effect is not None:
+            rows.append({"arm": arm, **_span(effect), "outcome": outcome_text(study, arm)})
+    return pd.DataFrame(rows, columns=["arm", *_SPAN, "outcome"])
+
+
+_SPAN = ("difference", "low", "high", "seeds", "text")
+
+
+def _span(effect: Effect) -> dict:
+    """Value and interval for a chart: an interval that is not known, or open, has the value's length 0."""
+    known = math.isfinite(effect.low) and math.isfinite(effect.high)
+    low, high = (effect.low, effect.high) if known else (effect.value, effect.value)
+    return dict(zip(_SPAN, (effect.value, low, high, len(effect.seeds), effect_text(effect)), strict=True))
+
+
+def target_frame(
+    study: Study, arms: Sequence[str], *, reference: str = "fp8", ats: Sequence[float]
+) -> pd.DataFrame:
+    """arm, at (percent of the reference's budget), overhead, low, high (percent): where the target is reached.
+
+    An arm that diverged in some seed has not converged, whatever it had reached before, and gets no row.
+    """
+    rows = []
+    for arm in (a for a in arms if a != reference and not study.diverged(a)):
+        for at in ats:
+            e = _try("overhead", study, arm=arm, reference=reference, at=at)
+            if e is not None and (math.isfinite(e.high) or math.isnan(e.high)):
+                low, high = (e.low, e.high) if math.isfinite(e.low) else (e.value, e.value)
+                spans = {"overhead": 100 * e.value, "low": 100 * low, "high": 100 * high}
+                rows.append({"arm": arm, "at": 100 * at, **spans})
+    return pd.DataFrame(rows, columns=["arm", "at", "overhead", "low", "high"])
 
 
 def sr_cost_frame(study: Study, *, rules: Sequence[str] = RULES) -> pd.DataFrame:

@@ -61,6 +61,30 @@ def by_layer(
     return chart.properties(title=title)
 
 
+def phase_lines(
+    rows: pd.DataFrame, *, colour: str, title: str, unit: str, form: str = "%", columns: int = 3, spread: bool = False
+) -> alt.TopLevelMixin:
+    """A line for each value of column `colour` from one probed step to the next, small multiples by `what`.
+
+    spread: bars for the range over layers.
+    """
+    table = diagnostics.by_phase(rows, colour)
+    facets, order, phases = (list(table[name].unique()) for name in ("what", colour, "phase"))
+    facets = [name for name in rows["what"].unique() if name in facets]
+    base = alt.Chart(table).encode(
+        x=alt.X("phase:N", sort=phases, title=None, axis=_names(0), scale=alt.Scale(padding=0.5)),
+        color=alt.Color(f"{colour}:N", sort=order, title=None),
+        tooltip=[f"{colour}:N", "phase:N", *(alt.Tooltip(f"{n}:Q", format=".4g") for n in ("value", "low", "high"))],
+    )
+    y = alt.Y("value:Q", title=unit, axis=alt.Axis(format=form, tickCount=5))
+    layered = [base.mark_line(point=True).encode(y=y)]
+    if spread:
+        layered.append(base.mark_rule(opacity=0.35, strokeWidth=2).encode(y="low:Q", y2="high:Q"))
+    shown = min(columns, len(facets))
+    chart = alt.layer(*layered).properties(width=TOTAL // shown - 55, height=170)
+    return chart.facet(facet=alt.Facet("what:N", sort=facets, title=None), columns=shown).properties(title=title)
+
+
 def layer_heat(rows: pd.DataFrame, *, title: str, unit: str, form: str = ".1%") -> alt.Chart:
     """A cell for each layer (down) and tensor (across), coloured by the mean over steps."""
     cells = diagnostics.by_layer(rows, ["what"])

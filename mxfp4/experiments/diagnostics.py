@@ -143,6 +143,30 @@ def signed_means(rows: pd.DataFrame, recipes: Iterable[str]) -> pd.DataFrame:
     return table.rename(columns={"mean": "value"})[["recipe", "what", "value"]]
 
 
+def patterns_of_arms(frame: pd.DataFrame, arms: Iterable[str], layers: str = "*") -> pd.DataFrame:
+    """Rows of what PATTERNS compares between steps t and t + 1, each arm under its own recipe, arms in the order given."""
+    rows = select(frame, {metric for _, _, metric in PATTERNS if metric != "pattern_redraw"}, layers=layers)
+    keys = list(zip(rows["gemm"], rows["tensor"], rows["metric"], strict=True))
+    rows = rows.assign(what=[PATTERNS.get(key, "") for key in keys])
+    return ordered(ordered(rows, "arm", arms), "what", PATTERNS.values())
+
+
+def by_phase(rows: pd.DataFrame, column: str) -> pd.DataFrame:
+    """`column`, what, phase ("step 200"), value, low, high (over layers): rows at each step that was probed, in order."""
+    table = rows.groupby([column, "what", "step", "layer"], sort=False, as_index=False)["value"].mean()
+    table = table.groupby([column, "what", "step"], sort=False)["value"].agg(value="mean", low="min", high="max")
+    table = table.reset_index().sort_values("step", kind="stable")
+    return table.assign(phase=[f"step {step}" for step in table["step"]])
+
+
+def bias_by_rule(frame: pd.DataFrame, arms: dict[str, tuple[str, str]], what: dict[tuple[str, str], str]) -> pd.DataFrame:
+    """rule, rounding, value: the mean `bias` of one tensor under each arm's own recipe; arms: {arm: (rule, rounding)}."""
+    rows = select(frame, "bias", what=what)
+    means = summary(rows[rows["arm"].isin(list(arms))], ["arm"]).set_index("arm")["mean"]
+    found = [{"rule": r, "rounding": how, "value": means[arm]} for arm, (r, how) in arms.items() if arm in means.index]
+    return pd.DataFrame(found, columns=["rule", "rounding", "value"])
+
+
 def bias_and_noise(rows: pd.DataFrame) -> pd.DataFrame:
     """Error of products, split: recipe, what, error, systematic, random (root of the rest), bias, cosine."""
     keys = ["recipe", "what"]

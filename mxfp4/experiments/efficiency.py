@@ -68,42 +68,6 @@ def paired_mean(
     return Estimate(float(values.mean()), float(low), float(high), seeds)
 
 
-@dataclass(frozen=True)
-class Overhead:
-    """Extra tokens of an arm over a reference at one target loss, as a share (0.08 is 8 %)."""
-
-    target: float
-    estimate: Estimate
-    """Over the seeds in which both reach the target."""
-    not_reached: tuple[int, ...]
-    """Seeds in which the reference reaches the target and the arm does not: it did not converge in its
-    budget."""
-    reference_not_reached: tuple[int, ...]
-    """Seeds that say nothing, as the reference does not reach the target."""
-
-
-def overhead(
-    arm: Mapping[int, pd.DataFrame],
-    reference: Mapping[int, pd.DataFrame],
-    target: float,
-    *,
-    level: float = 0.95,
-    draws: int = DRAWS,
-) -> Overhead:
-    """Token overhead of `arm` over `reference` ({seed: curve} each) at `target`; seeds that only one has
-    are ignored."""
-    ratios, missed, unknown = {}, [], []
-    for seed in sorted(arm.keys() & reference.keys()):
-        ours, theirs = crossing(arm[seed], target), crossing(reference[seed], target)
-        if not theirs:
-            unknown.append(seed)
-        elif ours is None:
-            missed.append(seed)
-        else:
-            ratios[seed] = ours / theirs - 1
-    return Overhead(target, paired_mean(ratios, level=level, draws=draws), tuple(missed), tuple(unknown))
-
-
 def speedup(step_throughput: float | Sequence[float], token_overhead: float | Sequence[float]):
     """End-to-end speed-up: relative step throughput over (1 + token overhead). P1's Table 2: 1.21 / 1.08 =
     1.12."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mxfp4.errors import UserError
 from mxfp4.experiments.claims import Verdict
-from mxfp4.experiments.plan import Plan, plan
+from mxfp4.experiments.plan import Plan, parts_of, plan
 from mxfp4.experiments.store import Store
-from mxfp4.experiments.study import Study, main_study, same_setting, studies
+from mxfp4.experiments.study import Study, same_setting, studies
+from mxfp4.training.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class Evidence:
         """Recipes of the plan that have records, in its order."""
         have = self.study.arms if self.study else {}
         return [r for r in dict.fromkeys(c.recipe for c in self.plan.arms) if r in have]
+
+    def has(self, *arms: str) -> bool:
+        """Whether all of `arms` have records here."""
+        return self.study is not None and set(arms) <= self.study.arms.keys()
 
     def need(self) -> Study:
         """The study. UserError with the command that makes it, while there is none."""
@@ -56,7 +61,9 @@ class Evidence:
             parts.append(
                 "These settings are not those of the plan as it stands; they are what the store holds."
             )
-        if self.missing:
+        if self.study is None:
+            parts.append(f"Not run yet at this scale; <code>{html.escape(self.command)}</code> runs it.")
+        elif self.missing:
             parts.append(
                 f"Partial: {len(self.missing)} of {len(self.plan.arms)} arms are missing; "
                 f"<code>{html.escape(self.command)}</code> adds them."
@@ -103,22 +110,47 @@ def gather(
 ) -> Evidence:
     """The records of the plan `name` at `scale`, trained first where scale is cpu and they are missing.
 
-    overrides: `seeds`, or fields of TrainConfig; an empty or zero one is left to the scale.
+    At cpu only what `all` holds is trained unasked; a plan beyond it is trained when overrides are given.
+    overrides: `seeds`, or fields of TrainConfig; an empty or zero one is left to the scale. Of a plan with several
+    settings the study is that of the first, what is missing is counted over all of them.
     """
+    parts = gather_each(name, scale, recipes=recipes, store=store, **overrides)
+    arms = tuple(config for part in parts for config in part.plan.arms)
+    missing = tuple(arm for part in parts for arm in part.missing)
+    return replace(parts[0], plan=replace(parts[0].plan, arms=arms), missing=missing)
+
+
+def gather_each(
+    name: str, scale: str, *, recipes: Sequence[str] | None = None, store: Store | None = None, **overrides
+) -> list[Evidence]:
+    """As `gather`, one Evidence for each setting of the plan, in its order."""
     store = store or Store()
     given = {k: v for k, v in overrides.items() if v}
     wanted = plan(name, scale, recipes=recipes, **given)
-    if wanted.scale.name == "cpu" and any(store.get(c) is None for c in wanted.arms):
+    unasked = set(parts_of(name, wanted.scale)) <= set(parts_of("all", wanted.scale))
+    if wanted.scale.name == "cpu" and (unasked or given) and any(store.get(c) is None for c in wanted.arms):
         summary = wanted.run(store)
         if summary.failed:
             arm, reason = next(iter(summary.failed.items()))
             raise UserError(f"arm {arm} failed: {reason}")
+    groups: list[list[TrainConfig]] = []
+    for config in wanted.arms:
+        group = next((g for g in groups if same_setting(g[0], config)), None)
+        groups.append([config]) if group is None else group.append(config)
+    candidates = studies(store.load(scale))
+    fixed = bool(given) or name in wanted.scale.settings
+    return [_evidence(replace(wanted, arms=tuple(g)), candidates, fixed) for g in groups]
+
+
+def _evidence(wanted: Plan, candidates: list[Study], fixed: bool) -> Evidence:
+    """fixed: no study of another setting may stand in."""
     names = list(dict.fromkeys(c.recipe for c in wanted.arms))
-    fitting = [s for s in studies(store.load(scale)) if same_setting(s.config, wanted.arms[0])]
+    fitting = [s for s in candidates if same_setting(s.config, wanted.arms[0])]
     study = max(fitting, key=lambda s: len(set(names) & s.arms.keys()), default=None)
     substitute = study is None or not set(names) & study.arms.keys()
-    if substitute and not given:
-        study = main_study(store, scale, arms=names)
+    if substitute and not fixed:
+        own = [s for s in candidates if s.config.corpus != "synthetic" and not s.config.model.n_experts]
+        study = max(own, key=lambda s: (len(set(names) & s.arms.keys()), len(s.records)), default=None)
     have = study.arms if study else {}
     missing = tuple(f"{c.recipe}-s{c.seed}" for c in wanted.arms if c.seed not in have.get(c.recipe, {}))
     return Evidence(

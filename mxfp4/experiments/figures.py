@@ -118,6 +118,44 @@ def rule_by_rounding(
     return alt.layer(rule, point).properties(title=title, height=alt.Step(22))
 
 
+def gaps(frame: pd.DataFrame, *, title: str, unit: str, subtitle: str = "") -> alt.LayerChart:
+    """A point an arm with a bar over its interval. frame: `curves.gap_frame`; arms that diverged have no place on it."""
+    finite = frame[frame["difference"].abs() < float("inf")]
+    y = alt.Y("arm:N", sort=list(frame["arm"]), title=None, axis=alt.Axis(labelLimit=200))
+    x = alt.X("low:Q", title=unit, scale=alt.Scale(zero=False))
+    bars = alt.Chart(finite).mark_rule(strokeWidth=5, opacity=0.4).encode(x=x, x2="high:Q", y=y)
+    points = alt.Chart(finite).mark_point(size=70).encode(x="difference:Q", y=y, tooltip=["arm", "text", "seeds", "outcome"])
+    heading = alt.TitleParams(title, subtitle=subtitle) if subtitle else title
+    return alt.layer(bars, points).properties(title=heading, height=alt.Step(24))
+
+
+def gaps_by(frame: pd.DataFrame, column: str, *, title: str, unit: str) -> alt.LayerChart:
+    """As `gaps`, with a colour and a place of its own for each value of `column`."""
+    finite = frame[frame["difference"].abs() < float("inf")]
+    groups = list(dict.fromkeys(frame[column]))
+    y = alt.Y("arm:N", sort=list(dict.fromkeys(frame["arm"])), title=None, axis=alt.Axis(labelLimit=200))
+    offset = alt.YOffset(f"{column}:N", sort=groups)
+    colour = alt.Color(f"{column}:N", title=None, scale=_scale(groups), sort=groups)
+    base = alt.Chart(finite).encode(y=y, yOffset=offset, color=colour)
+    bars = base.mark_rule(strokeWidth=5, opacity=0.4).encode(x=alt.X("low:Q", title=unit), x2="high:Q")
+    points = base.mark_point(size=70).encode(x="difference:Q", tooltip=["arm", column, "text", "seeds", "outcome"])
+    return alt.layer(bars, points).properties(title=title, height=alt.Step(20))
+
+
+def overhead_by_target(frame: pd.DataFrame, *, title: str, reference: str) -> alt.LayerChart:
+    """Token overhead against where on the reference's curve the target lies. frame: `curves.target_frame`."""
+    arms = list(dict.fromkeys(frame["arm"]))
+    base = alt.Chart(frame).encode(
+        x=alt.X("at:Q", title=f"target: loss of {reference} at this percentage of its budget", scale=alt.Scale(zero=False)),
+        color=alt.Color("arm:N", title=None, scale=_scale(arms), sort=arms),
+    )
+    y = alt.Y("overhead:Q", title="token overhead, percent")
+    tips = ["arm", "at", *(alt.Tooltip(f"{name}:Q", format="+.1f") for name in ("overhead", "low", "high"))]
+    band = base.mark_area(opacity=0.15).encode(y=alt.Y("low:Q", title="token overhead, percent"), y2="high:Q")
+    zero = alt.Chart(pd.DataFrame({"zero": [0]})).mark_rule(strokeDash=[3, 3]).encode(y="zero:Q")
+    return alt.layer(zero, band, base.mark_line(point=True).encode(y=y, tooltip=tips)).properties(title=title)
+
+
 def sr_bias(frame: pd.DataFrame, *, title: str, rules: Sequence[str]) -> alt.LayerChart:
     """Mean of a stochastically rounded block maximum against the maximum. frame: rule, amax, bias
     (percent)."""

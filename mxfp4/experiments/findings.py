@@ -126,6 +126,17 @@ def ranked(rows: pd.DataFrame, column: str, name: str) -> str:
     return f"{high[column]} has the highest value of {name} ({high['mean']:.4f}), {low[column]} the lowest ({low['mean']:.4f})."
 
 
+def drift(rows: pd.DataFrame, name: str) -> str:
+    """A sentence: how the mean of `name` over all tensors moves from the first probed step to the last."""
+    table = rows.groupby("step")["value"].mean().sort_index()
+    if len(table) < 2:
+        return f"{name[0].upper()}{name[1:]} was probed once."
+    first, last = table.iloc[0], table.iloc[-1]
+    return (
+        f"Over all tensors {name} goes from {share(first)} at step {table.index[0]} to {share(last)} at step {table.index[-1]}."
+    )
+
+
 def batches(patterns: pd.DataFrame) -> str:
     """Half a sentence on `diagnostics.patterns`: what is left of dW's error pattern on the next batch."""
     kept = patterns[(patterns["metric"] == "pattern_next") & (patterns["gemm"] == "wgrad")]

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import pandas as pd
 
-from mxfp4.experiments.store import Record, Store
+from mxfp4.experiments.store import Record
 from mxfp4.training.config import TrainConfig
 
 ARM_FIELDS = ("recipe", "seed", "probe_steps", "target_loss")
@@ -122,16 +122,6 @@ def studies(records: Iterable[Record]) -> list[Study]:
         Study(tuple(sorted(g, key=lambda r: (len(r.config.probe_steps), r.run_id)))) for g in groups.values()
     ]
     return sorted(found, key=lambda s: (-s.parameters * s.tokens, -len(s.records), s.describe()))
-
-
-def main_study(
-    store: Store, scale: str, *, arms: Iterable[str] = (), corpus: str | None = None
-) -> Study | None:
-    """The study of a scale that holds most of `arms` (then most records); None without any record that
-    fits."""
-    wanted = set(arms)
-    fitting = [s for s in studies(store.load(scale)) if corpus in (None, s.config.corpus)]
-    return max(fitting, key=lambda s: (len(wanted & s.arms.keys()), len(s.records)), default=None)
 
 
 def count(n: float) -> str:

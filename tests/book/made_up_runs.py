@@ -7,6 +7,7 @@ column, metric and recipe that a trained record has.
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,9 @@ from mxfp4.experiments.store import Store
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.linear import convert, set_step
 from mxfp4.training.model import build_model
+from mxfp4.training.synthetic import SyntheticCorpus
 
+ASKED = ("others", "two-sided", "sizes", "moe")
 _TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(_TESTS), str(_TESTS / "experiments")]
 import fake_studies
@@ -27,17 +30,23 @@ from fakes import FakeCorpus
 
 
 def make_runs(root: Path) -> dict[str, str]:
-    """Fill the runs folder `root` with a record for every arm of scale cpu; its files as `records_in` has them.
+    """Fill the runs folder `root` with a record for every arm of scale cpu, of plans that run only when asked for as well; its files as
+    `records_in` has them.
 
     Arms differ in their loss, and one diverges in its last seed. A file lies where checkpoints and packed corpora
     would go, so whatever trained all the same could only fail.
     """
-    store, arms = Store(root), plan("all", "cpu").arms
+    store = Store(root)
+    arms = list(dict.fromkeys(config for name in ("all", *ASKED) for config in plan(name, "cpu").arms))
     names = list(dict.fromkeys(arm.recipe for arm in arms))
     for arm in arms:
         slower = 1 + 0.02 * names.index(arm.recipe)
         diverged = arm.steps // 2 if (arm.recipe, arm.seed) == ("mxfp4+sr", max(a.seed for a in arms)) else None
-        fake_studies.put(store, arm, slowdown=slower, diverged_at=diverged, probes=probe_rows(arm))
+        source = SyntheticCorpus(arm.model.vocab_size).fingerprint if arm.corpus == "synthetic" else "fake"
+        windows = [0.1 * math.sin(i) for i in range(arm.eval_sequences)]
+        fake_studies.put(
+            store, arm, slowdown=slower, diverged_at=diverged, probes=probe_rows(arm), corpus=source, windows=windows
+        )
     for name in ("checkpoints", "corpus"):
         (root / name).write_text("No training here.\n")
     assert all(store.get(arm, "cpu") for arm in arms)

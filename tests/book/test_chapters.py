@@ -76,3 +76,15 @@ def problems(path: Path, notebook: Path, folder: Path) -> list[str]:
     if page.formulas != formulas or errors:
         found.append(f"{formulas} pieces of mathematics, {page.formulas} set, {errors} with errors")
     return found
+
+
+def test_pages_of_plans_that_have_not_been_run_say_so(tmp_path, monkeypatch):
+    """Without a record they run, draw what needs none, and name the command; they train nothing."""
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    monkeypatch.setenv("MXFP4_RUNS", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name, plan in (("recipes", "others"), ("scaling", "sizes")):
+        page = run_notebook(project_dir() / "book" / f"{name}.md", scale="cpu").path.read_text()
+        assert "Not run yet at this scale" in page and f"mxfp4 train --plan {plan} --scale cpu" in page
+        assert "image/png" not in page
+    assert records_in(tmp_path) == {}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from fake_studies import SMALL, config, fill, probe_rows, put
+from fake_studies import BIG, SMALL, config, fill, probe_rows, put
 
 from mxfp4.errors import UserError
 from mxfp4.experiments import cli, published
@@ -66,7 +66,7 @@ def test_a_small_model_is_not_a_test_but_its_effect_is_shown(store):
 
 def test_few_tokens_and_other_hardware_are_no_test(store):
     v = verdict("h1-wgrad", fill(store, {**REAL, "mxfp4": 1.25}, batch_size=1))
-    assert v.verdict == "not tested at this scale" and "30 M tokens (here 1.02 M)" in v.reason
+    assert v.verdict == "not tested at this scale" and "20 M tokens (here 1.02 M)" in v.reason
     fill(store, {"mxfp4+h16": 1.0, "mxfp4+h32": 1.0})
     v = verdict("h16-h32", store)
     assert v.verdict == "not tested at this scale" and v.reason == "needs native FP4 (here emulated)"
@@ -303,3 +303,14 @@ def test_published_figures_have_a_source_and_a_mark():
         assert figure.source and figure.mark in published.MARKS and figure.text, name
     with pytest.raises(UserError, match="mark 'P9' is not known"):
         published.Figure("x", "y", "P9")
+
+
+def test_claims_of_one_kind_of_study_are_not_decided_by_another(store):
+    """A larger mixture of experts or a synthetic source never speaks for the dense model on text, nor the other way."""
+    arms = {"bf16": 1.0, "ti2d": 1.001, "fp8": 1.0, "mxfp4": 1.25, "mxfp4-fprop-dgrad": 1.1}
+    fill(store, arms, model=replace(BIG, n_experts=8))
+    assert verdict("p2-experts", store).verdict == "holds" and verdict("p2-perplexity", store).verdict == "no records"
+    fill(store, arms, corpus="synthetic")
+    assert verdict("h1-known-entropy", store).verdict == "holds" and verdict("h1-wgrad", store).verdict == "no records"
+    fill(store, {"ti2d": 1.3, "bf16": 1.0})
+    assert verdict("p2-experts", store).verdict == "holds" and verdict("p2-perplexity", store).verdict == "does not hold"

@@ -172,3 +172,38 @@ def test_charts_draw():
     for chart in charts:
         bundle, _ = render(chart, "what to see")
         assert len(bundle["image/png"]) > 5000
+
+
+def phased(*rows) -> pd.DataFrame:
+    """Rows of (arm, layer, gemm, tensor, metric, step, value), each arm under its own recipe."""
+    return pd.DataFrame([(a, 0, a, s, l, g, t, m, v) for a, l, g, t, m, s, v in rows], columns=COLUMNS)
+
+
+def test_phases_are_steps_in_order_with_the_range_over_layers():
+    rows = phased(
+        *(("mxfp4", layer, "fprop", "w", "clipped", step, value + (layer == "b") * 0.02)
+          for step, value in ((1200, 0.3), (200, 0.1)) for layer in "ab")
+    )  # fmt: skip
+    chosen = diagnostics.select(rows, "clipped", what=diagnostics.OPERANDS)
+    table = diagnostics.by_phase(chosen, "arm")
+    assert list(table["phase"]) == ["step 200", "step 1200"]
+    assert table[["value", "low", "high"]].to_numpy().ravel() == pytest.approx([0.11, 0.1, 0.12, 0.31, 0.3, 0.32])
+    assert "from 11 % at step 200 to 31 % at step 1200" in findings.drift(chosen, "the clipped share")
+    render(diagnostic_charts.phase_lines(chosen, colour="layer", title="T", unit="u"), "a caption")
+
+
+def test_patterns_of_arms_are_their_own_between_steps():
+    rows = phased(
+        ("mxfp4", "a", "fprop", "w", "pattern_next", 6, 0.9), ("mxfp4+sr", "a", "fprop", "w", "pattern_next", 6, 0.0),
+        ("mxfp4", "a", "fprop", "w", "pattern_redraw", 5, 1.0), ("ti2d", "a", "fprop", "w", "pattern_next", 6, 0.5),
+    )  # fmt: skip
+    found = diagnostics.patterns_of_arms(rows, ["mxfp4+sr", "mxfp4", "mxfp4+h16"])
+    assert list(found["arm"]) == ["mxfp4+sr", "mxfp4"] and set(found["metric"]) == {"pattern_next"}
+    render(diagnostic_charts.phase_lines(found, colour="arm", title="T", unit="u", columns=2, spread=True), "a caption")
+
+
+def test_bias_by_rule_takes_each_arms_own_tensors():
+    rows = phased(("mxfp4+sr", "a", "wgrad", "g", "bias", 5, -0.02), ("mxfp4", "a", "wgrad", "g", "bias", 5, -0.01))
+    arms = {"mxfp4": ("even", "nearest"), "mxfp4+sr": ("even", "sr"), "mxfp4+rceil": ("rceil", "nearest")}
+    table = diagnostics.bias_by_rule(rows, arms, {("wgrad", "g"): "G in Wgrad"})
+    assert table.to_dict("list") == {"rule": ["even"] * 2, "rounding": ["nearest", "sr"], "value": [-0.01, -0.02]}

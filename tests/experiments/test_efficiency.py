@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from mxfp4.experiments.efficiency import crossing, overhead, paired_mean, speedup
+from mxfp4.experiments.efficiency import crossing, paired_mean, speedup
 
 
 def curve(points):
@@ -26,32 +26,6 @@ def test_crossing_is_interpolated_at_the_first_time(target, tokens):
 
 def test_crossing_survives_a_diverged_end():
     assert crossing(curve([(0, 6.0), (100, 4.0), (200, math.nan)]), 5.0) == pytest.approx(50)
-
-
-def exponential(half_life, seed):
-    tokens = np.arange(0, 2001, 50)
-    noise = 1 + 0.02 * np.random.default_rng(seed).standard_normal()
-    return curve(list(zip(tokens, 3 + 3 * 0.5 ** (tokens / (half_life * noise)), strict=True)))
-
-
-def test_overhead_is_paired_and_its_interval_holds_the_truth():
-    seeds = range(6)
-    reference = {s: exponential(100, s) for s in seeds}
-    arm = {s: exponential(110, s) for s in seeds}  # 10 % slower with the same seed effect
-    result = overhead(arm, reference, 3.5)
-    assert result.estimate.mean == pytest.approx(0.10, abs=0.02)
-    assert result.estimate.low <= result.estimate.mean <= result.estimate.high
-    assert result.estimate.high - result.estimate.low < 0.03  # unpaired it would be some 4 % wide
-    assert result.estimate.seeds == tuple(seeds) and result.not_reached == ()
-
-
-def test_arms_that_never_reach_the_target_are_told_apart():
-    reference = {0: exponential(100, 0), 1: exponential(100, 1), 2: exponential(5000, 2)}
-    arm = {0: exponential(100, 0), 1: exponential(5000, 1), 2: exponential(100, 2), 9: exponential(100, 9)}
-    result = overhead(arm, reference, 3.5)
-    assert result.not_reached == (1,) and result.reference_not_reached == (2,)
-    assert result.estimate.seeds == (0,) and result.estimate.mean == 0
-    assert math.isnan(result.estimate.low)
 
 
 def test_bootstrap_interval_against_the_normal_one():

@@ -9,7 +9,8 @@ from fake_studies import config, fill, put
 
 from mxfp4.errors import UserError
 from mxfp4.experiments import curves, figures, logs, published
-from mxfp4.experiments.evidence import Sources, gather
+from mxfp4.experiments.charts import render
+from mxfp4.experiments.evidence import Sources, gather, gather_each
 from mxfp4.experiments.rounding_bias import PRESCALED, bias_summary, sr_bias_frame
 from mxfp4.experiments.scales import SCALES
 from mxfp4.experiments.store import Store
@@ -156,3 +157,38 @@ def test_sources_without_records():
 
 def test_counts():
     assert [count(n) for n in (29_497_856, 1.47e9, 950, 61_440)] == ["29.5 M", "1.47 B", "950", "61.4 k"]
+
+
+def test_plans_with_several_settings_give_a_study_each_and_none_stands_in(tmp_path):
+    store, scale = Store(tmp_path), SCALES["gpu"]
+    for setting in scale.settings_of("sizes")[1:]:
+        put(store, scale.config("bf16", 0, **setting))
+    small, own, large = gather_each("sizes", "gpu", store=store)
+    assert small.study is None and own.has("bf16") and large.has("bf16") and not large.has("bf16", "fp8")
+    assert own.study.parameters < large.study.parameters and not (own.substitute or large.substitute)
+    assert "Not run yet at this scale" in small._repr_html_() and "--plan sizes --scale gpu" in small._repr_html_()
+    whole = gather("sizes", "gpu", store=store)
+    assert len(whole.plan.arms) == 45 and len(whole.missing) == 43 and whole.study is None
+    assert not gather("synthetic", "gpu", store=store).has("bf16"), "text does not stand in for the source"
+
+
+def test_a_laptop_trains_no_plan_that_was_not_asked_for(tmp_path):
+    for name in ("others", "two-sided", "moe"):
+        assert gather(name, "cpu", store=Store(tmp_path)).study is None
+    assert not (tmp_path / "records").exists()
+
+
+def test_overheads_by_target_and_gaps(study):
+    frame = curves.target_frame(study, ["fp8", "mxfp4", "mxfp4+h16", "mxfp4+sr", "ti2d"], ats=[0.3, 0.5, 0.95])
+    mxfp4 = frame[frame["arm"] == "mxfp4"].set_index("at")["overhead"]
+    assert mxfp4.index.to_list() == [30, 50], "at 95 % of the budget an arm that is 26 % slower has not got there"
+    assert mxfp4.to_list() == pytest.approx([26, 26], abs=1)
+    assert set(frame["arm"]) == {"mxfp4", "mxfp4+h16"}
+    gaps = curves.gap_frame(study, ["bf16", "mxfp4", "mxfp4+sr", "ti2d"])
+    assert list(gaps["arm"]) == ["mxfp4", "mxfp4+sr"] and gaps["difference"].iloc[1] == math.inf
+    both = gaps.assign(model="dense")
+    for chart in (
+        figures.overhead_by_target(frame, title="T", reference="FP8"), figures.gaps(gaps, title="T", unit="u"),
+        figures.gaps_by(both, "model", title="T", unit="u"),
+    ):  # fmt: skip
+        render(chart, "a caption")

@@ -1,0 +1,100 @@
+"""What the size of the model does to the cost of MXFP4: the plan `sizes`, a study a size, read as a trend.
+
+The sizes share source, batches, steps and seeds; width, depth and, by a stated rule, the learning rate differ
+(`scales.resized`). Differences are taken within a size and a seed; across sizes only differences are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import altair as alt
+import numpy as np
+import pandas as pd
+
+from mxfp4.experiments import metrics
+from mxfp4.experiments.charts import PALETTE
+from mxfp4.experiments.claims import effect_text
+from mxfp4.experiments.effect import NoEffect, estimate, final_losses
+from mxfp4.experiments.findings import Finding
+from mxfp4.experiments.study import Study, count
+
+P1_PARAMETERS = 8e9
+"""Size of the model on which P1 reports its overheads."""
+
+
+def size_frame(
+    studies: Sequence[Study], arms: Sequence[str], *, reference: str = "fp8", at: float = metrics.AT
+) -> pd.DataFrame:
+    """A row for each size and arm with records: parameters, arm, and value, low, high, text of two quantities:
+    `gap_`, final loss over the reference's (nats a token), and `overhead_` (percent of the reference's tokens)."""
+    rows = []
+    for study in studies:
+        for arm in arms:
+            if not {arm, reference} <= study.arms.keys() or arm == reference:
+                continue
+            row = {"parameters": study.parameters, "size": count(study.parameters), "arm": arm}
+            for name, factor, metric, options in (
+                ("gap", 1, metrics.loss_difference, {"against": reference}),
+                ("overhead", 100, metrics.overhead, {"reference": reference, "at": at}),
+            ):
+                try:
+                    e = metric(study, arm=arm, **options)
+                except NoEffect:
+                    continue
+                ends = [x if math.isfinite(x) else e.value for x in (e.low, e.high)]
+                row |= {name: factor * e.value, f"{name}_low": factor * ends[0], f"{name}_high": factor * ends[1]}
+                row[f"{name}_text"] = effect_text(e, unit=False)
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def size_chart(frame: pd.DataFrame, quantity: str, *, title: str, unit: str) -> alt.LayerChart:
+    """`quantity` ("gap" or "overhead") against the number of parameters, a line an arm, bars for intervals."""
+    shown = frame[np.isfinite(frame[quantity])].rename(columns={quantity: "value"})
+    shown = shown.assign(low=shown[f"{quantity}_low"], high=shown[f"{quantity}_high"], text=shown[f"{quantity}_text"])
+    arms = list(dict.fromkeys(shown["arm"]))
+    colours = alt.Scale(domain=arms, range=list(PALETTE[: len(arms)]))
+    base = alt.Chart(shown[["parameters", "size", "arm", "value", "low", "high", "text"]]).encode(
+        x=alt.X("parameters:Q", title="non-embedding parameters", scale=alt.Scale(type="log", nice=False, padding=20),
+                axis=alt.Axis(format=".3~s", values=sorted(shown["parameters"].unique().tolist()))),
+        color=alt.Color("arm:N", title=None, scale=colours, sort=arms),
+        tooltip=["arm:N", "size:N", alt.Tooltip("text:N", title=unit)],
+    )  # fmt: skip
+    y = alt.Y("value:Q", title=unit)
+    bars = base.mark_rule(strokeWidth=3, opacity=0.4).encode(y=alt.Y("low:Q", title=unit), y2="high:Q")
+    zero = alt.Chart(pd.DataFrame({"zero": [0]})).mark_rule(strokeDash=[3, 3]).encode(y="zero:Q")
+    return alt.layer(zero, bars, base.mark_line().encode(y=y), base.mark_point(size=60).encode(y=y)).properties(
+        title=title
+    )
+
+
+def trend(studies: Sequence[Study], arms: Sequence[str], *, reference: str = "fp8") -> Finding:
+    """For each arm: how its gap to the reference changes for three times the parameters, a slope a seed."""
+    sizes = [s for s in studies if reference in s.arms]
+    numbers, said = [], []
+    for arm in arms:
+        points = [(math.log(s.parameters, 3), _gaps(s, arm, reference)) for s in sizes if arm in s.arms]
+        seeds = set.intersection(*(set(g) for _, g in points)) if len(points) > 1 else set()
+        x = np.array([p for p, _ in points])
+        slopes = {k: float(np.polyfit(x, [g[k] for _, g in points], 1)[0].round(9)) for k in seeds}
+        if not slopes:
+            continue
+        e = estimate(slopes, "nats")
+        told = "grows" if e.low > 0 else "shrinks" if e.high < 0 else "is not shown to grow or to shrink"
+        numbers.append({"arm": arm, "slope": effect_text(e, unit=False), "sizes": len(points), "seeds": len(e.seeds)})
+        said.append(f"the gap of {arm} {told} with size ({effect_text(e)} for three times the parameters)")
+    if not said:
+        return Finding("Not tested: two sizes with records of one seed are needed.", pd.DataFrame())
+    low, high = (f(s.parameters for s in sizes) for f in (min, max))
+    text = (
+        f"From {count(low)} to {count(high)} parameters {'; '.join(said)}. P1's model is {P1_PARAMETERS / high:,.0f} times "
+        "larger than the largest here, so a line through these sizes says nothing sure of it."
+    )
+    return Finding(text, pd.DataFrame(numbers))
+
+
+def _gaps(study: Study, arm: str, reference: str) -> dict[int, float]:
+    a, b = final_losses(study, arm), final_losses(study, reference)
+    return {s: a[s] - b[s] for s in a.keys() & b.keys() if math.isfinite(a[s] - b[s])}

@@ -1,0 +1,63 @@
+"""Excess over a known entropy: exact for losses that are made from the law itself."""
+
+import pytest
+from fake_studies import SMALL, config, put
+
+from dataclasses import replace
+
+from mxfp4.errors import UserError
+from mxfp4.experiments import figures, known_entropy
+from mxfp4.experiments.charts import render
+from mxfp4.experiments.store import Store
+from mxfp4.experiments.study import studies
+from mxfp4.training.synthetic import SyntheticCorpus
+
+SOURCE = SyntheticCorpus(64)
+SETTING = {"corpus": "synthetic", "model": replace(SMALL, vocab_size=64), "seq_len": 96, "eval_sequences": 8}
+
+
+def study_of(tmp_path, excesses, fingerprint=SOURCE.fingerprint):
+    """{arm: final loss above the irreducible one}, three seeds, each 0.001 apart."""
+    store, floor = Store(tmp_path), -SOURCE.log_prob(SOURCE.eval_windows(8, 96)).mean(dim=1).numpy()
+    for arm, above in excesses.items():
+        for seed in range(3):
+            c = config(arm, seed, **SETTING)
+            loss = floor.mean() + above + 0.001 * seed
+            end = 3 + 3 / 11 + 0.003 * seed  # where a made-up curve ends
+            put(store, c, offset=loss - end, windows=floor - floor.mean(), corpus=fingerprint)
+    (found,) = studies(store.load())
+    return found
+
+
+def test_excess_is_what_lies_above_the_law(tmp_path):
+    study = study_of(tmp_path, {"bf16": 0.2, "mxfp4": 0.3})
+    e = known_entropy.excess(study, arm="mxfp4")
+    assert e.value == pytest.approx(0.301, abs=1e-6)
+    assert (e.low, e.high) == pytest.approx((0.300, 0.302), abs=1e-5), "windows as hard for the law as for the arm cancel"
+    ratio = known_entropy.excess_ratio(study, arm="mxfp4")
+    assert ratio.value == pytest.approx(1.5, abs=0.01) and ratio.low < 1.5 < ratio.high
+
+
+def test_entropy_and_irreducible_loss_agree_within_sampling(tmp_path):
+    study = study_of(tmp_path, {"bf16": 0.2})
+    assert known_entropy.irreducible(study).mean() == pytest.approx(known_entropy.entropy(study), abs=0.15)
+
+
+def test_tables_sentences_and_charts(tmp_path):
+    study = study_of(tmp_path, {"bf16": 0.2, "mxfp4": 0.3, "mxfp4+h16": 0.25})
+    arms = ["bf16", "mxfp4", "mxfp4+h16", "ti2d"]
+    frame = known_entropy.excess_frame(study, arms)
+    assert list(frame["arm"]) == arms[:3] and frame["ratio"].iloc[0].startswith("1.000x")
+    text = known_entropy.in_words(study, arms)
+    assert "mxfp4 adds most to that (+0.1000 nats" in text and "mxfp4+h16 least (+0.0500 nats" in text
+    assert known_entropy.excess_curves(study, arms[:2])["excess"].iloc[-1] == pytest.approx(0.301, abs=1e-6)
+    render(figures.gaps(frame, title="T", unit="u"), "a caption")
+
+
+def test_other_sources_are_refused(tmp_path):
+    with pytest.raises(UserError, match="cannot be judged by"):
+        known_entropy.excess(study_of(tmp_path / "a", {"bf16": 0.2}, fingerprint="another"), arm="bf16")
+    store = Store(tmp_path / "b")
+    put(store, config("bf16"))
+    with pytest.raises(UserError, match="corpus 'fake' has no known entropy"):
+        known_entropy.excess(studies(store.load())[0], arm="bf16")
