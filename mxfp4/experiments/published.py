@@ -1,7 +1,7 @@
 """The papers' figures and the public MLPerf logs' as data, each with its source and its mark.
 
-Marks: P1, P2 (the two papers), log (computed from public MLPerf logs), code (read in public code), inferred
-(our reading, to be tested). Shares are fractions (0.08 is 8 %), losses nats a token, one sequence is 8192
+Marks: P1, P2 (the two papers), log (computed from public MLPerf logs), code (read in public code), vendor (the
+maker's data sheet), inferred (our reading, to be tested). Shares are fractions (0.08 is 8 %), losses nats a token, one sequence is 8192
 tokens.
 """
 
@@ -20,6 +20,7 @@ MARKS = {
     "arXiv 2607.24953 (abstract)",
     "log": "public MLPerf Training result logs, Llama 3.1 8B, AMD, 8 x MI355X",
     "code": "read in public code",
+    "vendor": "AMD Instinct MI355X, vendor's figures, dense",
     "inferred": "our reading, to be tested",
 }
 
@@ -196,3 +197,17 @@ def mlperf_curves() -> pd.DataFrame:
         for n, loss in enumerate(losses, start=1)
     ]
     return pd.DataFrame(rows)
+
+
+MI355X_FLOPS = {"mxfp4": 10.1e15, "fp8": 5.0e15, "bf16": 2.5e15}
+"""FLOP/s of an MI355X, dense (vendor)."""
+MI355X_BANDWIDTH = 8e12
+"""Bytes a second of its memory (vendor)."""
+LLAMA_8B_GEMMS = {
+    "query, key, value": (16384, 6144, 4096),
+    "attention output": (16384, 4096, 4096),
+    "gate, up": (16384, 28672, 4096),
+    "down": (16384, 4096, 14336),
+}
+"""Tokens, out features, in features of Llama 3.1 8B's linear layers at micro-batch 2 (MLPerf's sequence), those that
+share an input taken as one."""

@@ -33,6 +33,12 @@ def runs_dir() -> Path:
     return Path(given).expanduser().resolve() if given else project_dir() / "runs"
 
 
+def bench_dir() -> Path:
+    """Where benchmarks are read from: those of the runs folder, else those that come with the project."""
+    own = runs_dir() / "bench"
+    return own if own.is_dir() else project_dir() / "runs" / "bench"
+
+
 def corpus_dir() -> Path:
     """Packed corpora, one folder each."""
     return runs_dir() / "corpus"
