@@ -109,7 +109,7 @@ def roofline_chart() -> alt.LayerChart:
     """Attainable rate against intensity for the three formats, and where each GEMM of `gemms` stands."""
     found = gemms()
     labels = list(FORMATS.values())
-    edges = [4.0, *(rate / published.MI355X_BANDWIDTH for rate in published.MI355X_FLOPS.values()), 20000.0]
+    edges = [100.0, *(rate / published.MI355X_BANDWIDTH for rate in published.MI355X_FLOPS.values()), 12000.0]
     roofs = pd.DataFrame(
         [
             {"format": label, "intensity": i, "rate": min(i * published.MI355X_BANDWIDTH, rate) / 1e15}
@@ -119,8 +119,8 @@ def roofline_chart() -> alt.LayerChart:
         ]
     )
     colour = alt.Color("format:N", title=None, sort=labels, scale=alt.Scale(domain=labels, range=list(PALETTE[:3])))
-    x = alt.X("intensity:Q", title="operations a byte", scale=alt.Scale(type="log"))
-    y = alt.Y("rate:Q", title="PFLOP/s", scale=alt.Scale(type="log"))
+    x = alt.X("intensity:Q", title="operations a byte", scale=alt.Scale(type="log", domain=[100, 12000]))
+    y = alt.Y("rate:Q", title="PFLOP/s", scale=alt.Scale(type="log", domain=[0.8, 14]))
     roof = alt.Chart(roofs).mark_line().encode(x=x, y=y, color=colour)
     dots = alt.Chart(found.assign(rate=found["flops_per_second"] / 1e15)).mark_point(size=60).encode(
         x=x, y=y, color=colour,
