@@ -40,9 +40,8 @@ def machine(device: torch.device | str) -> dict:
         properties = torch.cuda.get_device_properties(device)
         about["device"] = properties.name
         about["device_memory_bytes"] = properties.total_memory
-        about["architecture"] = (
-            getattr(properties, "gcnArchName", None) or f"sm_{properties.major}{properties.minor}"
-        )
+        nvidia = f"sm_{properties.major}{properties.minor}"  # there gcnArchName is the card's name
+        about["architecture"] = properties.gcnArchName if torch.version.hip else nvidia
     return about
 
 
