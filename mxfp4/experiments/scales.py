@@ -155,7 +155,7 @@ GPU = Scale(
     eval_sequences=256,
     seeds={"": (0, 1, 2)},
     probe_steps=(200, 201, 1200, 1201),
-    jobs=4,
+    jobs=3,
     compile=True,
     capture=True,
 )

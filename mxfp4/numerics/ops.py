@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mxfp4.numerics.formats import BLOCK, ELEMS
-from mxfp4.numerics.kernels import quantize_cpu, quantize_matrix
+from mxfp4.numerics.kernels import HAS_TRITON, quantize_cpu, quantize_matrix
 from mxfp4.numerics.kernels.quantize_torch import BlockSpec, Orientation
 
 _library = torch.library.Library("mxfp4", "DEF")
@@ -24,7 +24,7 @@ def _how(prefix: str = "") -> str:
     return ", ".join(f"{kind} {prefix}{name}" for name, kind in kinds.items())
 
 
-_library.define("scaled_fp8(Tensor x, Tensor scale, str elem) -> Tensor")
+_library.define("fp8_per_tensor(Tensor x, str elem, ScalarType dtype) -> (Tensor, Tensor)")
 _library.define("draw_seed(Tensor(a!) counter) -> Tensor")
 _library.define(f"quantize(Tensor x, int axis, {_how()}, Tensor? seed) -> (Tensor, Tensor)")
 _library.define(f"fake_quantize(Tensor x, int axis, {_how()}, Tensor? seed, ScalarType dtype) -> Tensor")
@@ -54,16 +54,33 @@ def _draw_seed_shape(counter):
 _FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
-@torch.library.impl(_library, "scaled_fp8", "CompositeExplicitAutograd")
-def _scaled_fp8(x, scale, elem):
+def scaled_fp8(x: Tensor, scale: Tensor, elem: str, dtype: torch.dtype) -> Tensor:
+    """(x * scale) in E4M3 or E5M2 to nearest even, as values in `dtype`; no finite product is out of range."""
+    if x.is_cuda and HAS_TRITON:
+        from mxfp4.numerics.kernels import fp8_triton
+
+        return fp8_triton.scaled_fp8(x, scale, elem, dtype)
     if x.device.type == "cpu" and quantize_cpu.kernel() is not None:
-        return quantize_cpu.scaled_fp8(x, scale, elem)
-    return (x.float() * scale).to(_FP8[elem]).float()
+        return quantize_cpu.scaled_fp8(x, scale, elem).to(dtype)
+    return (x.float() * scale).to(_FP8[elem]).to(dtype)
 
 
-@torch.library.register_fake("mxfp4::scaled_fp8", lib=_library)
-def _scaled_fp8_shape(x, scale, elem):
-    return torch.empty_like(x, dtype=torch.float32)
+def fp8_scale(x: Tensor, elem: str) -> Tensor:
+    """The FP32 scale that takes the largest magnitude of x to the format's; 1 for a tensor of zeros."""
+    low, high = x.aminmax()
+    amax = torch.maximum(-low, high).float()
+    return torch.where(amax > 0, ELEMS[elem].max / amax, 1.0).clamp(max=torch.finfo(torch.float32).max)
+
+
+@torch.library.impl(_library, "fp8_per_tensor", "CompositeExplicitAutograd")
+def _fp8_per_tensor(x, elem, dtype):
+    scale = fp8_scale(x, elem)
+    return scaled_fp8(x, scale, elem, dtype), 1.0 / scale
+
+
+@torch.library.register_fake("mxfp4::fp8_per_tensor", lib=_library)
+def _fp8_per_tensor_shape(x, elem, dtype):
+    return torch.empty_like(x, dtype=dtype), x.new_empty((), dtype=torch.float32)
 
 
 def _orientation(how: tuple, dtype: torch.dtype | None) -> Orientation:
@@ -167,8 +184,8 @@ def _values_and_packed_shape(x, *how):
 # the count has moved on; where a forward is run again for its gradients, it gives the last seed once more, so that the
 # gradients are those of what the first forward computed.
 draw_seed = torch.ops.mxfp4.draw_seed.default
-# (x * scale) in E4M3 or E5M2, to nearest even by torch's cast, in FP32: one pass on the CPU.
-scaled_fp8 = torch.ops.mxfp4.scaled_fp8.default
+# (E4M3 or E5M2 values with one scale for the tensor, from its current maximum; the factor that undoes the scale).
+fp8_per_tensor = torch.ops.mxfp4.fp8_per_tensor.default
 quantize = torch.ops.mxfp4.quantize.default
 fake_quantize = torch.ops.mxfp4.fake_quantize.default
 quantize_pair = torch.ops.mxfp4.quantize_pair.default

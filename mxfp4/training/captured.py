@@ -1,4 +1,4 @@
-"""One training step as one CUDA graph.
+"""One training step, or one batch of an evaluation, as one CUDA graph.
 
 A step of a small model is hundreds of kernels of a few microseconds: launching them one by one from Python takes
 longer than running them. A graph records the launches once and replays them with one call. What a step reads that
@@ -22,19 +22,23 @@ WARM_UP = 3
 class CapturedStep:
     """`step(batch) -> result`, both on the same GPU, run as a graph from the fourth call on.
 
-    The first WARM_UP calls run as they are (they compile, choose algorithms and make the optimizer's state). Every
-    batch must have the shape and dtype of the first one; the result is the caller's to keep.
+    The first WARM_UP calls run as they are (they compile, choose algorithms and make the optimizer's state), and so does
+    a batch of another shape than the first one's. The result is the caller's to keep.
     """
 
     def __init__(self, step: Callable[[Tensor], Tensor]):
         self.step = step
         self.calls = 0
+        self.shape: torch.Size | None = None
         self.stream: torch.cuda.Stream | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.batch: Tensor | None = None
         self.result: Tensor | None = None
 
     def __call__(self, batch: Tensor) -> Tensor:
+        self.shape = self.shape or batch.shape
+        if batch.shape != self.shape:
+            return self.step(batch)
         if self.calls < WARM_UP:
             self.calls += 1
             return self._aside(batch)

@@ -6,7 +6,9 @@ The model is evaluated in the arm's own numerics: its forward GEMM quantizes as 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -33,23 +35,26 @@ def _logits(model: nn.Module, windows: Tensor) -> Tensor:
     return logits.float().flatten(0, 1)
 
 
-def _token_losses(model: nn.Module, windows: Tensor) -> Tensor:
-    """FP32 [batch, seq]."""
+def token_losses(model: nn.Module, windows: Tensor) -> Tensor:
+    """The cross-entropy of each token, FP32 [batch, seq]."""
     targets = windows[:, 1:]
     return F.cross_entropy(_logits(model, windows), targets.flatten(), reduction="none").view_as(targets)
 
 
 @torch.no_grad()
-def window_losses(model: nn.Module, windows: Tensor, batch_size: int, ranks: Ranks = ALONE) -> list[float]:
+def window_losses(
+    model: nn.Module, windows: Tensor, batch_size: int, ranks: Ranks = ALONE, losses_of: Callable | None = None
+) -> list[float]:
     """Mean loss of each of windows [n, seq + 1] in nats a token (a float64 mean of n values), `batch_size` windows at
-    a time. Ranks share the batches; all get the whole list."""
+    a time. Ranks share the batches; all get the whole list. losses_of: what computes `token_losses` of a batch."""
+    losses_of = losses_of or partial(token_losses, model)
     parts = windows.split(batch_size)
     mine, most = ranks.share(len(parts))
     model.eval()
     losses = []
     for i in range(mine.start, mine.start + most):
         part = parts[min(i, len(parts) - 1)]  # a rank without work left computes along: its weights are needed
-        found = _token_losses(model, part).double().mean(dim=1)
+        found = losses_of(part).double().mean(dim=1)
         losses += [found] if i in mine else []
     model.train()
     values = torch.cat(losses).tolist() if losses else []

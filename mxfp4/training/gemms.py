@@ -20,7 +20,7 @@ from mxfp4.numerics.formats import BLOCK, elem_format
 from mxfp4.numerics.hadamard import Hadamard, rotate_last
 from mxfp4.numerics.matmul import as_dtype, gemm, gemm_dtype
 from mxfp4.numerics.nvfp4 import nvfp4_values
-from mxfp4.numerics.ops import scaled_fp8
+from mxfp4.numerics.ops import fp8_per_tensor, fp8_scale
 from mxfp4.numerics.philox import random16, random_signs
 from mxfp4.numerics.quantize import fake_quantize, fake_quantize_pair
 from mxfp4.numerics.rounding import round_stochastic
@@ -101,16 +101,13 @@ def rotate_both(t: Tensor, size: int) -> Tensor:
     return rotate_last(rotate_last(t, size).t().contiguous(), size).t()
 
 
-def _fp8_per_tensor(value: Tensor, op: Operand, seed, stream: int, carrier: torch.dtype) -> tuple[Tensor, Tensor]:
+def _fp8_per_tensor(t: Tensor, op: Operand, seed, stream: int, carrier: torch.dtype) -> tuple[Tensor, Tensor]:
     """FP8 with one FP32 scale a tensor, taken from its current maximum ("current scaling"); a zero tensor keeps 1."""
-    fmt = elem_format(op.elem)
-    amax = value.abs().amax().float()
-    scale = torch.where(amax > 0, fmt.max / amax, 1.0).clamp(max=torch.finfo(torch.float32).max)
-    if op.rounding == "stochastic":
-        value = round_stochastic(value.float() * scale, fmt, random16(seed, tuple(value.shape), stream))
-    else:
-        value = scaled_fp8(value, scale, op.elem)  # nearest even; the scale leaves nothing to saturate
-    return value.to(carrier), 1.0 / scale
+    if op.rounding == "nearest":
+        return fp8_per_tensor(t, op.elem, carrier)
+    scale = fp8_scale(t, op.elem)
+    noise = random16(seed, tuple(t.shape), stream)
+    return round_stochastic(t.float() * scale, elem_format(op.elem), noise).to(carrier), 1.0 / scale
 
 
 def operand(t: Tensor, which: str, name: str, layer_recipe: Recipe, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -134,11 +131,17 @@ def both_operands(t: Tensor, name: str, layer_recipe: Recipe, seed: Tensor | Non
         value, turned = fake_quantize_pair(t, row, col, seed=seed, dtype=gemm_dtype(t.device))
         return (value, None), (turned.t(), None)
     value, factor = one = operand(t, first, name, layer_recipe, seed)
-    if ops[first, name].transposable and ops[first, name] == ops[second, name]:
+    if ops[first, name] == ops[second, name] and _serves_both(ops[first, name]):
         return one, (value.t(), factor)
     if layer_recipe.requantize and name != "g":
         t = value if factor is None else value * factor
     return one, operand(t, second, name, layer_recipe, seed)
+
+
+def _serves_both(op: Operand) -> bool:
+    """Whether an operand's transpose is what its sister GEMM sees."""
+    per_tensor = op.format == "fp8" and op.rounding == "nearest" and op.hadamard is None
+    return op.transposable or per_tensor
 
 
 def one_read(op: Operand) -> bool:

@@ -180,9 +180,11 @@ def set_step(model: nn.Module, step: int, forwards: int = 0) -> None:
 
     forwards: how many of the step's forwards went before the next one, on other ranks.
     """
-    for module in model.modules():
-        if isinstance(module, MXFP4Linear) and module.recipe.is_random:
-            module.rng[1] = (step << 20) + forwards
+    layers = (m for m in model.modules() if isinstance(m, MXFP4Linear) and m.recipe.is_random)
+    counters = [layer.rng[1:] for layer in layers]
+    if counters:  # all of them in a launch or two
+        torch._foreach_zero_(counters)
+        torch._foreach_add_(counters, (step << 20) + forwards)
 
 
 def _layer_key(seed: int, fqn: str) -> int:

@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -30,7 +31,7 @@ from mxfp4.training import parallel
 from mxfp4.training.captured import CapturedStep
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.divergence import DivergenceWatch
-from mxfp4.training.evaluate import bits_per_byte, token_loss, window_losses
+from mxfp4.training.evaluate import bits_per_byte, token_loss, token_losses, window_losses
 from mxfp4.training.linear import MXFP4Linear, convert, set_step
 from mxfp4.training.model import Llama, build_model
 from mxfp4.training.parallel import Ranks, whole
@@ -174,7 +175,7 @@ class _Run:
         self.eval_windows = windows.to(device)
         self.watch = DivergenceWatch(config.model.vocab_size)
         self.step = 0
-        self.update = self._update
+        self.update, self.losses_of = self._update, partial(token_losses, self.model)
         self.rows: list[dict] = []
         self.window_losses: list[float] = []
         self.pending: list[tuple[int, float, Tensor]] = []
@@ -194,7 +195,7 @@ class _Run:
             for layer in self.model.layers:
                 layer.compile()
         if capture and dense and self.ranks.size == 1:
-            self.update = CapturedStep(self._update)
+            self.update, self.losses_of = CapturedStep(self._update), CapturedStep(self.losses_of)
 
     def advance(self, probe: Probe | None) -> None:
         """One optimizer step, and whatever is due after it."""
@@ -277,7 +278,7 @@ class _Run:
         batch_size = self.config.batch_size // self.config.micro_batches
         mine, _ = self.ranks.share(-(-len(self.eval_windows) // batch_size))
         set_step(self.model, self.step, mine.start + (self.config.micro_batches if self.step else 0))
-        self.window_losses = window_losses(self.model, self.eval_windows, batch_size, self.ranks)
+        self.window_losses = window_losses(self.model, self.eval_windows, batch_size, self.ranks, self.losses_of)
         loss = sum(self.window_losses) / len(self.window_losses)
         if self.step == 0:
             self.rows.append(self._row(0))
