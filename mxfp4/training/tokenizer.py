@@ -105,29 +105,38 @@ def load(path: str | os.PathLike) -> TextTokenizer:
         raise UserError(f"tokenizer {path} is damaged ({error})") from None
 
 
+LLAMA_HOW = (
+    f"accept the licence of {LLAMA_REPOSITORY} on the hub and log in with `hf auth login`, or point "
+    "MXFP4_LLAMA_TOKENIZER at its tokenizer.json"
+)
+
+
+def llama_file() -> str | None:
+    """Where Llama 3.1's tokenizer.json is meant to lie on this machine; None when it is neither named nor cached."""
+    if given := os.environ.get("MXFP4_LLAMA_TOKENIZER"):
+        return given
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(LLAMA_REPOSITORY, "tokenizer.json")
+    return cached if isinstance(cached, str) else None
+
+
 def load_llama() -> TextTokenizer:
     """Llama 3.1's tokenizer: MXFP4_LLAMA_TOKENIZER, else the hub's cache, else the hub (gated).
 
     UserError, one sentence within seconds, when it cannot be had.
     """
-    how = (
-        f"accept the licence of {LLAMA_REPOSITORY} on the hub and log in with `hf auth login`, or point "
-        "MXFP4_LLAMA_TOKENIZER at its tokenizer.json"
-    )
-    if given := os.environ.get("MXFP4_LLAMA_TOKENIZER"):
-        return _checked_llama(load(given))
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    if here := llama_file():
+        return _checked_llama(load(here))
+    from huggingface_hub import hf_hub_download
 
     from mxfp4.training.corpus_hub import hub_endpoint, offline, unreachable
 
-    cached = try_to_load_from_cache(LLAMA_REPOSITORY, "tokenizer.json")
-    if isinstance(cached, str):
-        return _checked_llama(load(cached))
     if offline():
-        raise UserError(f"the Llama 3.1 tokenizer is not in the hub cache and HF_HUB_OFFLINE is set: {how}")
+        raise UserError(f"the Llama 3.1 tokenizer is not in the hub cache and HF_HUB_OFFLINE is set: {LLAMA_HOW}")
     if why := unreachable(hub_endpoint()):
         raise UserError(
-            f"the Llama 3.1 tokenizer cannot be fetched, {hub_endpoint()} is out of reach ({why}): {how}"
+            f"the Llama 3.1 tokenizer cannot be fetched, {hub_endpoint()} is out of reach ({why}): {LLAMA_HOW}"
         )
     try:
         return _checked_llama(load(hf_hub_download(LLAMA_REPOSITORY, "tokenizer.json")))
@@ -135,7 +144,7 @@ def load_llama() -> TextTokenizer:
         raise
     except Exception as error:  # gated, not logged in, rate limited: the library's types differ by version
         raise UserError(
-            f"the Llama 3.1 tokenizer cannot be fetched ({type(error).__name__}): {how}"
+            f"the Llama 3.1 tokenizer cannot be fetched ({type(error).__name__}): {LLAMA_HOW}"
         ) from error
 
 

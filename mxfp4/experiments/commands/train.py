@@ -17,6 +17,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--last-start", type=float, metavar="M", help="begin no arm after M minutes; those in work are finished"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: every GPU, or the CPU where there is none")
+    dry = parser.add_argument_group("dry run", "what it would take, with nothing run; exit code 1 if it cannot fit")
+    dry.add_argument("--dry-run", action="store_true", help="arms, GPU-hours, memory, disk, what is there already")
+    dry.add_argument(
+        "--gpus", type=int, metavar="N",
+        help="GPUs meant (default: this machine's, or 8 for mi355x without any; 0: the CPU)",
+    )
+    dry.add_argument("--gpu-memory", type=float, metavar="GB", help="memory of a GPU meant (default: this machine's)")
+    dry.add_argument(
+        "--recompute-every", type=int, default=0, metavar="N", help="with every N-th block's activations recomputed"
+    )
     parser.add_argument("--quiet", action="store_true", help="print the summary alone")
     parser.set_defaults(handler=run)
 
@@ -35,18 +45,22 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", action="append", type=int, metavar="S", help="these seeds instead; may be given again"
     )
+    parser.add_argument("--corpus", help="this corpus instead, such as c4:768-895 for some shards of C4")
 
 
 def chosen_plan(args: argparse.Namespace, name: str | None = None):
     """The Plan that the options ask for; name: instead of theirs."""
     from mxfp4.experiments.plan import plan  # imports torch
 
-    return plan(name or args.plan, args.scale, recipes=args.arm, seeds=args.seed)
+    overrides = {"corpus": args.corpus} if args.corpus else {}
+    return plan(name or args.plan, args.scale, recipes=args.arm, seeds=args.seed, **overrides)
 
 
 def run(args: argparse.Namespace) -> int:
     """0 when every arm has a record (diverged ones included), 130 when stopped before, 1 when an arm
-    failed."""
+    failed or, for a dry run, cannot fit."""
+    if args.dry_run:
+        return _dry_run(args)
     from mxfp4.experiments.workers import run_plan
 
     summary = run_plan(
@@ -57,6 +71,22 @@ def run(args: argparse.Namespace) -> int:
     if summary.failed:
         return 1
     return 130 if summary.paused or summary.left else 0
+
+
+def _dry_run(args: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from mxfp4.experiments.dry_run import dry_run, text
+
+    plan = chosen_plan(args)
+    if args.jobs is not None:
+        plan = replace(plan, scale=replace(plan.scale, jobs=args.jobs))
+    gpus = 0 if args.device == "cpu" else args.gpus
+    result = dry_run(
+        plan, _store(), gpus=gpus, memory_gb=args.gpu_memory, recompute_every=args.recompute_every
+    )
+    print(text(result))
+    return 1 if result.problems else 0
 
 
 def _store():

@@ -1,0 +1,110 @@
+"""The dry run: its figures are the sources', it refuses what cannot fit with the number, it changes nothing."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from fake_studies import put
+
+from mxfp4.errors import UserError
+from mxfp4.experiments import dry_run as module
+from mxfp4.experiments.cli import main
+from mxfp4.experiments.dry_run import dry_run, text
+from mxfp4.experiments.plan import plan
+from mxfp4.experiments.store import Store
+from mxfp4.training.memory import estimate
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A runs folder of its own, no mirror, no GPU, and a disk with room."""
+    monkeypatch.setenv("MXFP4_RUNS", str(tmp_path))
+    for name in ("MXFP4_C4", "MXFP4_LLAMA_TOKENIZER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *a, **k: None)
+    free(monkeypatch, 10**13)
+
+
+def free(monkeypatch, size: int) -> None:
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": size}))
+
+
+def large(recipes=("fp8", "mxfp4+h16", "mxfp4"), **changes):
+    found = plan("table1", "mi355x", recipes=recipes)
+    return replace(found, scale=replace(found.scale, **changes)) if changes else found
+
+
+def test_papers_scale_on_any_machine(tmp_path):
+    result = dry_run(large(), Store(tmp_path))
+    assert (result.machine.gpus, result.machine.memory, result.problems) == (8, 288e9, ())
+    costs = {c.arm.config.recipe: c for c in result.costs}
+    # by hand: ten-run minutes x 8 GPUs; budget of 11,213 steps at the logged step time
+    assert costs["fp8"].gpu_hours_to_target == pytest.approx(99.31 / 60 * 8)
+    assert costs["mxfp4+h16"].gpu_hours_left == pytest.approx(11213 * 0.874 * 8 / 3600)
+    assert costs["mxfp4"].gpu_hours_left is None and costs["mxfp4"].source == "unknown"
+    config, memory = result.memory[0]
+    assert memory.peak == estimate(config, ranks=8, compiled=True).peak
+    said = text(result)
+    for part in ("1.04 ", "(MLPerf v5.1 logs (log))", "unknown: 1", "emulate FP4 and take longer", "12 T V", "gated"):
+        assert part in said, part
+    assert re.search(r"175\.\d+ GB  packed tokens of c4\n", said) and "nothing found that keeps it" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_that_is_too_small_is_refused_with_both_numbers(capsys):
+    arguments = ["train", "--dry-run", "--scale", "mi355x", "--arm", "fp8"]
+    assert main(arguments) == 0
+    assert main([*arguments, "--gpus", "1", "--gpu-memory", "141"]) == 1
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    found = re.fullmatch(r"cannot run: memory: fp8 needs ([\d.]+) GB of each MI355X, which has 141.0 GB: .*", last)
+    one = estimate(large(["fp8"]).arms[0], compiled=True)
+    assert float(found[1]) == pytest.approx((one.peak + one.reserve) / 1e9, abs=0.05) and float(found[1]) > 141
+
+
+def test_recomputation_makes_room():
+    without, with_ = (dry_run(large(["fp8"]), Store(), gpus=2, recompute_every=n) for n in (0, 1))
+    assert with_.memory[0][1].peak < 0.7 * without.memory[0][1].peak
+
+
+def test_disk_that_is_too_small_is_refused_where_the_runs_would_be(monkeypatch, tmp_path):
+    free(monkeypatch, 10**6)
+    small = plan("table1", "cpu")
+    (problem,) = dry_run(small, Store(tmp_path)).problems
+    assert re.match(r"disk: 0\.\d GB are still to be written and 0\.0 GB are free for .*MXFP4_RUNS", problem)
+    assert dry_run(large(), Store(tmp_path)).problems == ()  # the disk meant is another machine's
+    assert "not the machine meant" in text(dry_run(large(), Store(tmp_path)))
+
+
+def test_other_gpu_counts(tmp_path):
+    assert dry_run(large(["fp8"]), Store(tmp_path), gpus=16).memory[0][1].peak < 288e9
+    with pytest.raises(UserError, match="3 GPUs cannot share micro_batches=16 .* allowed are 1, 2, 4, 8, 16"):
+        dry_run(large(), Store(tmp_path), gpus=3)
+    with pytest.raises(UserError, match="gpus=-1 must be 0"):
+        dry_run(large(), Store(tmp_path), gpus=-1)
+
+
+def test_what_is_done_costs_nothing_and_gives_the_speed_of_the_rest(tmp_path):
+    store, small = Store(tmp_path), plan("table1", "cpu", recipes=["bf16", "mxfp4"], seeds=[0])
+    put(store, small.arms[0])
+    result = dry_run(small, store)
+    done, left = result.costs
+    assert done.source == "done" and done.gpu_hours_left == 0
+    assert left.seconds_per_step == pytest.approx(1.1 / small.arms[0].steps)  # fake_studies: 1.0 s and 0.1 s
+    assert "records: 1 of 2 arms" in text(result) and "records of this scale" in text(result)
+
+
+def test_scale_gpu_counts_the_arms_that_share_a_gpu(tmp_path):
+    one, four = (dry_run(replace(p, scale=replace(p.scale, jobs=n)), Store(tmp_path), memory_gb=80)
+                 for p in [plan("table1", "gpu", recipes=["mxfp4+h16"])] for n in (1, 40))  # fmt: skip
+    assert one.problems == () and "for 40 arms at a time" in four.problems[0] and "80.0 GB" in four.problems[0]
+
+
+def test_shards_are_part_of_the_plan(tmp_path, capsys):
+    assert main(["train", "--dry-run", "--scale", "mi355x", "--arm", "fp8", "--corpus", "c4:768-799"]) == 0
+    out = capsys.readouterr().out
+    assert "shards 768-799" in out and re.search(r" 2[12]\.\d+ GB  packed tokens of c4:768-799", out)
+    assert main(["train", "--dry-run", "--scale", "mi355x", "--corpus", "c4:7-"]) == 1
+    assert "c4:768-895" in capsys.readouterr().err
