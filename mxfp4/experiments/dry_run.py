@@ -20,9 +20,9 @@ from mxfp4.experiments import published
 from mxfp4.experiments.plan import ArmStatus, Plan
 from mxfp4.experiments.store import Store
 from mxfp4.experiments.study import count
+from mxfp4.numerics.path import matmul_path
 from mxfp4.training import checkpoint
 from mxfp4.training.config import TrainConfig
-from mxfp4.training.gemms import PATH
 from mxfp4.training.memory import Memory, estimate
 from mxfp4.training.packing_state import Packing, state_of
 
@@ -63,6 +63,8 @@ class Machine:
     what: str
     here: bool
     """Whether that is this machine, so that its disk counts."""
+    path: str
+    """native, emulated: how it multiplies FP4."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,13 @@ def machine_for(scale: str, gpus: int | None, memory_gb: float | None) -> Machin
     given = None if memory_gb is None else memory_gb * GB
     if gpus == 0 or (gpus is None and not there and scale == "cpu"):
         ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Machine(0, given or ram, "CPU", True)
+        return Machine(0, given or ram, "CPU", True, matmul_path("cpu"))
     if there:
         found = torch.cuda.get_device_properties(0)
-        return Machine(gpus or (there if scale == "mi355x" else 1), given or found.total_memory, found.name, True)
+        return Machine(gpus or (there if scale == "mi355x" else 1), given or found.total_memory, found.name, True, matmul_path("cuda"))
     if scale == "mi355x":
-        return Machine(gpus or P1_GPUS, given or MI355X_BYTES, "MI355X (not this machine)", False)
-    return Machine(gpus or 1, given, "GPU (not this machine)", False)
+        return Machine(gpus or P1_GPUS, given or MI355X_BYTES, "MI355X (not this machine)", False, "native")
+    return Machine(gpus or 1, given, "GPU (not this machine)", False, "emulated")
 
 
 def dry_run(
@@ -115,7 +117,7 @@ def dry_run(
     left = [a.config for a in status if not a.done]
     # Only mi355x shards an arm over the GPUs; elsewhere each GPU trains arms of its own.
     ranks = machine.gpus if plan.scale.name == "mi355x" and machine.gpus else 1
-    memory = _memories(left, ranks, device, plan, recompute_every)
+    memory = _memories(left, ranks, device, plan, recompute_every, machine.path == "native")
     at_a_time = 1 if ranks > 1 else plan.scale.jobs
     packings = tuple(state_of(c, v) for c, v in sorted({(a.corpus, a.model.vocab_size) for a in left}))
     running = 1 if ranks > 1 else at_a_time * max(machine.gpus, 1)
@@ -129,13 +131,13 @@ def dry_run(
     )  # fmt: skip
 
 
-def _memories(left: Sequence[TrainConfig], ranks: int, device: str, plan: Plan, every: int) -> list:
+def _memories(left: Sequence[TrainConfig], ranks: int, device: str, plan: Plan, every: int, native: bool) -> list:
     found: dict[tuple, tuple[TrainConfig, Memory]] = {}
     captured = plan.scale.capture and device == "cuda" and ranks == 1
     for config in left:
         e = estimate(
-            config, ranks=ranks, device=device, compiled=plan.scale.compile, recompute_every=every, captured=captured
-        )
+            config, ranks=ranks, device=device, compiled=plan.scale.compile, recompute_every=every, captured=captured, native=native
+                    )
         found.setdefault((config.model, round(e.peak)), (config, e))
     return sorted(found.values(), key=lambda pair: -pair[1].peak)
 
@@ -216,7 +218,7 @@ def _head(r: DryRun) -> str:
         f"machine    {where}",
         f"model      {count(model.n_params())} parameters, sequence {scale.seq_len}, batch {scale.batch_size}, "
         f"{count(scale.batch_size * scale.seq_len)} tokens a step",
-        f"FP4 path   {PATH}",
+        f"FP4 path   {machine.path}",
     ]
     return "\n".join(lines)
 
@@ -250,7 +252,7 @@ def _arms(r: DryRun) -> str:
             lines.append(f"if every arm ran its budget at FP8's logged {fp8:g} s a step: {total:.3g} GPU-hours (assumed)")
         lines.append(
             f"logged step times are of AMD's own software on {P1_GPUS} x MI355X with native FP4, batch {published.BATCH}"
-            + ("; the layers here emulate FP4 and take longer" if PATH == "emulated" else "")
+            + ("; this GPU emulates FP4 and takes longer" if r.machine.path == "emulated" else "; this software's own are unknown")
         )
     return "\n".join(lines)
 

@@ -10,7 +10,7 @@ in the compute type (2: BF16 on a GPU, 4: FP32 on the CPU).
 What a block keeps for its backward is read off the model (`training/model.py`, `training/gemms.py`): each RMSNorm its
 input and its result in FP32; attention q, repeated k and v, its output and one FP32 a head; the feed-forward both
 projections and the SiLU; each linear layer its X and its W as Wgrad and Dgrad will read them, which the emulated path
-holds dequantized in b bytes a value. A compiled block recomputes what is cheap, and quantizes an input that several
+holds dequantized in b bytes a value, the native one packed (MXFP4: 17/32 bytes). A compiled block recomputes what is cheap, and quantizes an input that several
 layers share once where the recipe draws no random numbers; a recomputed block keeps its input alone.
 
 Over several ranks (FSDP2): parameters are gathered in FP32, the root's for the whole step, two blocks at a time (one
@@ -26,10 +26,12 @@ from dataclasses import dataclass
 import torch
 
 from mxfp4.errors import UserError
+from mxfp4.numerics.formats import BLOCK, elem_format
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.linear import MXFP4Linear, convert
 from mxfp4.training.model import Block, Llama
-from mxfp4.training.recipe import Operand
+from mxfp4.training.prepared import packable
+from mxfp4.training.recipe import Gemm, Operand
 
 GIB = 2**30
 WORKSPACE = 64 * 2**20
@@ -111,26 +113,29 @@ def local_batch(config: TrainConfig, ranks: int) -> tuple[int, int]:
 
 def estimate(
     config: TrainConfig, *, ranks: int = 1, device: str = "cuda", compiled: bool = False, recompute_every: int = 0,
-    captured: bool = False,
+    captured: bool = False, native: bool = False,
 ) -> Memory:
     """Memory of a rank that trains `config`, its parameters sharded over `ranks` (FSDP2, each block and the root).
 
     device: "cuda" (BF16 over FP32 weights) or "cpu" (FP32). compiled: torch.compile on each block.
     recompute_every: activation checkpointing of every n-th block, the first one included; 0: none. captured: a step is
-    one CUDA graph. Raises UserError when the batch cannot be dealt to the ranks.
+    one CUDA graph. native: the chip multiplies packed operands, so they are kept packed. Raises UserError when the batch cannot be dealt to the ranks.
     """
     with torch.device("meta"):
         model = convert(Llama(config.model), config.recipe, seed=config.seed)
-    return _Step(config, model, ranks, 2 if device == "cuda" else 4, compiled, recompute_every).memory(captured)
+    b = 2 if device == "cuda" else 4
+    if config.model.n_experts:  # the loop does neither with experts
+        compiled = captured = False
+    return _Step(config, model, ranks, b, compiled, recompute_every, native).memory(captured)
 
 
 class _Step:
     """The sizes of one step."""
 
-    def __init__(self, config: TrainConfig, model: Llama, ranks: int, b: int, compiled: bool, every: int):
+    def __init__(self, config: TrainConfig, model: Llama, ranks: int, b: int, compiled: bool, every: int, native: bool):
         m = config.model
         self.config, self.model, self.ranks, self.b = config, model, ranks, b
-        self.compiled = compiled
+        self.compiled, self.native = compiled, native
         self.recomputed = [every > 0 and i % every == 0 for i in range(m.n_layers)]
         self.sharded = ranks > 1
         sequences, self.parts = local_batch(config, ranks)
@@ -238,8 +243,8 @@ class _Step:
             terms.append(Term("router's X, experts' outputs", "4 T D + b k T D", (4 + b * self.visits) * t * d))
         return [
             *terms,
-            Term("X of the linear layers, for Wgrad", "b T in, each", x_bytes),
-            Term("W of the linear layers, for Dgrad", "b in out, each", w_bytes),
+            Term("X of the linear layers, for Wgrad", "b (packed: 17/32) T in, each", x_bytes),
+            Term("W of the linear layers, for Dgrad", "b (packed: 17/32) in out, each", w_bytes),
         ]
 
     def _operands(self, block: Block) -> tuple[float, float]:
@@ -260,13 +265,16 @@ class _Step:
             one_for_all = source or (self.compiled and not layer.recipe.is_random)
             kept_anyway = source and short == "wo"  # it is attention's output
             if not (one_for_all and key in seen) and not kept_anyway:
-                x_bytes += self._size(x) * tokens * layer.in_features
+                x_bytes += self._size(x, layer.recipe.wgrad) * tokens * layer.in_features
             seen.add(key)
             if not (w.format == "fp32" and self.b == 4):  # the parameter itself
-                w_bytes += self._size(w) * layer.in_features * layer.out_features
+                w_bytes += self._size(w, layer.recipe.dgrad) * layer.in_features * layer.out_features
         return x_bytes, w_bytes
 
-    def _size(self, op: Operand) -> int:
+    def _size(self, op: Operand, gemm: Gemm) -> float:
+        """Bytes of an element of `op` that waits for `gemm`."""
+        if self.native and packable(gemm.a) and packable(gemm.b):
+            return elem_format(op.elem or "e2m1").bits / 8 + 1 / BLOCK
         return 4 if op.format == "fp32" else self.b
 
     def _work(self) -> list[Term]:
@@ -282,8 +290,6 @@ class _Step:
         if "nvfp4" in formats:
             copies = NVFP4_COPIES * 4
             terms.append(Term("NVFP4 quantizer, FP32 copies", f"{copies} T F", copies * t * self.f))
-        elif "fp8" in formats:
-            terms.append(Term("FP8 scaling, FP32 copies", "8 T F", 8 * t * self.f))
         return terms
 
     def _gathered(self) -> list[Term]:

@@ -21,6 +21,7 @@ from mxfp4.training.config import TrainConfig
 from mxfp4.training.linear import convert
 from mxfp4.training.memory import local_batch
 from mxfp4.training.model import Llama
+from mxfp4.training.parallel import Ranks
 
 GRAIN = 512  # bytes that an allocation is rounded up to
 
@@ -94,7 +95,7 @@ def peak_of_step(
         batch = torch.zeros(parts * sequences, config.seq_len + 1, dtype=torch.int64)
         for i, part in enumerate(batch.chunk(parts)):
             if ranks > 1:
-                model.set_requires_gradient_sync(i == parts - 1)
+                Ranks(size=ranks).last_part(model, i == parts - 1)
             evaluate.token_loss(model, part).backward()
         assert len(state) == 2 * len(local) and len(windows)
     return seen.peak
@@ -103,8 +104,5 @@ def peak_of_step(
 def shard(model: nn.Module, ranks: int) -> None:
     """As training does it; the process group is PyTorch's fake one, which moves nothing."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh("cpu", (ranks,))
-    for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    Ranks(size=ranks, mesh=init_device_mesh("cpu", (ranks,))).shard(model, torch.device("meta"))
