@@ -64,6 +64,28 @@ class Scale:
     """Whether blocks go through torch.compile."""
     capture: bool = False
     """Whether a step runs as one CUDA graph: pays where kernels are short."""
+    ranks_per_arm: int = 1
+    """GPUs that train one arm together (FSDP2); 0: as many of those there are as share a batch's parts evenly."""
+    recompute_every: int = 0
+    """Every n-th block computes its activations again in the backward; 0: none does."""
+
+    @property
+    def spread(self) -> bool:
+        """Whether arms are for several ranks: then checkpoints are sharded, on a single GPU too."""
+        return self.ranks_per_arm != 1
+
+    def ranks(self, device) -> int:
+        """Ranks of an arm on this machine; device: a torch.device. On the CPU, where they are processes, 0 means 1."""
+        if self.ranks_per_arm:
+            return self.ranks_per_arm
+        from torch.cuda import device_count
+
+        gpus = device_count() if device.type == "cuda" and device.index is None else 1
+        return max(n for n in range(1, max(gpus, 1) + 1) if self.micro_batches % n == 0)
+
+    def execution(self) -> dict:
+        """How a step is executed, which changes no result's meaning: keywords of `train`."""
+        return {"compile": self.compile, "capture": self.capture, "recompute_every": self.recompute_every}
 
     def config(self, recipe: str, seed: int, **overrides) -> TrainConfig:
         """The arm `recipe` with `seed`; overrides are fields of TrainConfig."""
@@ -202,6 +224,7 @@ MI355X = Scale(
     micro_batches=16,
     decay_steps=1_200_000,
     compile=True,
+    ranks_per_arm=0,
 )
 
 SCALES = {scale.name: scale for scale in (CPU, GPU, MI355X)}

@@ -103,6 +103,8 @@ def train(
     checkpoint cannot be written.
     """
     ranks = parallel.here()
+    if probe is not None and ranks.size > 1:
+        raise UserError(f"probe_steps={config.probe_steps} look at whole tensors: allowed with one rank")
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if corpus is None:
         from mxfp4.training.packing import prepare  # slow to import, and not needed for a given corpus
@@ -204,8 +206,6 @@ class _Run:
         batch = self.corpus.batch(self.step - 1, config.batch_size, config.seq_len, config.seed)
         batch = batch.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else batch
         if probe is not None and self.step in config.probe_steps:
-            if self.ranks.size > 1:
-                raise UserError(f"probe_steps={config.probe_steps} look at whole tensors: allowed with one rank")
             with torch.compiler.set_stance("force_eager"):  # it tries other recipes: nothing to compile for one look
                 self.probes += probe(self.model, self.step, batch)
             self.optimizer.zero_grad(set_to_none=True)

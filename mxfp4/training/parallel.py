@@ -119,6 +119,11 @@ def launched() -> bool:
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
 
 
+def reports() -> bool:
+    """Whether this process speaks for its run: it is alone, or rank 0 of torchrun's."""
+    return not launched() or os.environ["RANK"] == "0"
+
+
 @contextmanager
 def joined(device: torch.device | str, meeting: tuple[str, int, int] | None = None) -> AbstractContextManager[Ranks]:
     """Join the other ranks of the run. device: this rank's own. meeting: (address, rank, size); None is torchrun's."""
@@ -126,6 +131,7 @@ def joined(device: torch.device | str, meeting: tuple[str, int, int] | None = No
     device = torch.device(device)
     gpu = device.type == "cuda"
     if gpu:
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)
     address, rank, size = meeting or ("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"

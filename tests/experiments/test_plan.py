@@ -281,6 +281,18 @@ def test_no_arm_begins_after_the_last_start(store, jobs):
 
 def test_arms_are_dealt_over_all_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert [str(d) for d in places(torch.device("cuda"), 2)] == ["cuda:0", "cuda:1"] * 2
-    assert [str(d) for d in places(torch.device("cuda:1"), 2)] == ["cuda:1"] * 2
-    assert [str(d) for d in places(torch.device("cpu"), 3)] == ["cpu"] * 3
+
+    def names(*args):
+        return [" ".join(map(str, place)) for place in places(*args)]
+
+    assert names(torch.device("cuda"), 2) == ["cuda:0", "cuda:1"] * 2
+    assert names(torch.device("cuda"), 1, 2) == ["cuda:0 cuda:1"]
+    assert names(torch.device("cuda:1"), 2) == ["cuda:1"] * 2
+    assert names(torch.device("cpu"), 3) == ["cpu"] * 3 and names(torch.device("cpu"), 1, 2) == ["cpu cpu"]
+    with pytest.raises(UserError, match="3 ranks an arm need 3 GPUs, there are 2"):
+        places(torch.device("cuda"), 1, 3)
+    with pytest.raises(UserError, match="2 ranks an arm need 2 GPUs, not cuda:1 alone"):
+        places(torch.device("cuda:1"), 1, 2)
+    shared = replace(SCALE, micro_batches=3, batch_size=6, ranks_per_arm=0)
+    assert shared.ranks(torch.device("cuda")) == 1 and shared.ranks(torch.device("cpu")) == 1
+    assert replace(shared, micro_batches=4, batch_size=8).ranks(torch.device("cuda")) == 2

@@ -62,12 +62,14 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _dry_run(args)
     from mxfp4.experiments.workers import run_plan
+    from mxfp4.training.parallel import reports
 
     summary = run_plan(
         chosen_plan(args), _store(), jobs=args.jobs, device=args.device, max_minutes=args.max_minutes,
         last_start=args.last_start, progress=not args.quiet,
     )  # fmt: skip
-    print(f"{args.plan} at scale {args.scale}: {summary}")
+    if reports():
+        print(f"{args.plan} at scale {args.scale}: {summary}")
     if summary.failed:
         return 1
     return 130 if summary.paused or summary.left else 0

@@ -1,0 +1,66 @@
+"""One arm of a plan, trained into the store: by this process, or by this rank together with the others of its run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from mxfp4.experiments.machine import default_device
+from mxfp4.experiments.probes import Probe
+from mxfp4.experiments.store import Store
+from mxfp4.training import checkpoint, parallel
+from mxfp4.training.config import TrainConfig
+from mxfp4.training.loop import TokenSource, train
+from mxfp4.training.packing import prepare
+
+
+def arm_name(config: TrainConfig) -> str:
+    return f"{config.recipe}-s{config.seed}"
+
+
+def train_arm(
+    config: TrainConfig,
+    store: Store,
+    *,
+    corpus: TokenSource | None = None,
+    device: torch.device | str | None = None,
+    on_step: Callable[[int], None] | None = None,
+    stop: Callable[[], bool] | None = None,
+    **execution,
+) -> str:
+    """Train one arm into the store: "finished", "diverged", "paused", or "busy" when another process is at it.
+
+    execution: `compile`, `capture`, `recompute_every` of `train`. On several ranks all call it alike; rank 0 holds the
+    lock and writes the record.
+    """
+    device = torch.device(device) if device is not None else default_device()
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    ranks = parallel.here()
+    first = ranks.rank == 0
+    folder = store.checkpoint_dir(config, device)
+    lock = store.lock(config, device)
+    if not ranks.agree(first and lock.acquire()):
+        return "busy"
+    try:
+        record = store.get(config, device) if first else None  # another process may have stored it just now
+        status = ranks.agree(record.outcome["status"] if record else None)
+        if status is None:
+            if corpus is None:
+                corpus = prepare(config.corpus, config.model.vocab_size, progress=False)
+            probe = Probe() if config.probe_steps else None
+            result = train(
+                config, corpus=corpus, device=device, checkpoint_dir=folder, on_step=on_step, probe=probe,
+                progress=False, stop=stop, **execution,
+            )  # fmt: skip
+            status = result.outcome["status"]
+            if status == "paused":
+                return status
+            if first:
+                store.put(config, result, device, corpus=corpus.fingerprint)
+        if first:
+            checkpoint.remove(folder)
+        return status
+    finally:
+        lock.release()
