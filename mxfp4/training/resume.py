@@ -54,6 +54,10 @@ class Checkpoints:
     ):
         self.folder, self.model, self.optimizer, self.ranks, self.seconds = folder, model, optimizer, ranks, seconds
         self.split = ranks.control is not None
+        if self.split:
+            from mxfp4.training import sharded  # slow to import: not while a step waits
+
+            self.copier = sharded.copier(next(model.parameters()).device)
         self.writing: Future | None = None
         self.saved, self.waited = time.monotonic(), 0.0
 
@@ -72,13 +76,14 @@ class Checkpoints:
             state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), **plain}
             checkpoint.save(self.folder, step, state)
         else:
-            from mxfp4.training import sharded  # slow to import
+            from mxfp4.training import sharded
 
             self._settle()
             if self.ranks.rank == 0:
                 checkpoint.prune(self.folder)
             path = checkpoint.path_of(self.folder, step, split=True)
-            self.writing = sharded.write(path, named_tensors(self.model, self.optimizer), plain, self.ranks)
+            tensors = named_tensors(self.model, self.optimizer)
+            self.writing = sharded.write(path, tensors, plain, self.ranks, self.copier)
             if wait:
                 self._settle()
         self.saved = time.monotonic()

@@ -22,9 +22,11 @@ import warnings
 from concurrent.futures import Future
 from pathlib import Path
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager
 
 from mxfp4.errors import UserError
 from mxfp4.training.checkpoint import SUMS
@@ -63,13 +65,19 @@ def read(path: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
         ) from None
 
 
-def write(path: Path, tensors: dict[str, Tensor], plain: dict, ranks: Ranks) -> Future:
-    """Begin to write `path`, and return when `tensors` may change again. All ranks call it, with the same `plain`.
+def copier(device: torch.device) -> AsyncStager:
+    """What copies a run's tensors before they are written; on a GPU into pinned memory, made once, at the first copy."""
+    return BlockingAsyncStager(cache_staged_state_dict=device.type == "cuda")
+
+
+def write(path: Path, tensors: dict[str, Tensor], plain: dict, ranks: Ranks, copier: AsyncStager) -> Future:
+    """Begin to write `path`, and return when `tensors` may change again. All ranks call it, with the same `plain`,
+    after the write before has ended.
 
     `result()` of what it returns waits for the end and raises UserError, on every rank, where one could not write.
     """
     writer = _Writer(path, plain)
-    begun = dcp.async_save(tensors, storage_writer=writer, process_group=ranks.writers)
+    begun = dcp.async_save(tensors, storage_writer=writer, async_stager=copier, process_group=ranks.writers)
     done: Future = Future()
 
     def finish(future: Future) -> None:
