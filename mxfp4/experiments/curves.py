@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import pandas as pd
 
 from mxfp4.errors import UserError
-from mxfp4.experiments import metrics, published
+from mxfp4.experiments import metrics, published, resample
 from mxfp4.experiments.claims import effect_text
 from mxfp4.experiments.effect import Effect, NoEffect
 from mxfp4.experiments.study import Study
@@ -137,6 +137,31 @@ def _ends(study: Study, arm: str, references: dict[str, str]) -> dict:
         effect = _try("loss_difference", study, arm=arm, against=against)
         found[f"nats over {name}"] = effect_text(effect, unit=False) if effect else "–"
     return {**found, "outcome": outcome_text(study, arm)}
+
+
+def scatter(study: Study, *, reference: str = "fp8") -> tuple[float, int, int] | None:
+    """(nats, arms, seeds): what is left of final losses once each arm's and each seed's mean is taken out, as a standard
+    deviation. Over the seeds of the reference and the arms that finished all of them; None with fewer than 2 and 3."""
+    seeds = sorted(study.arms.get(reference, {}))
+    if len(seeds) < 2:
+        return None
+    table = resample.final_table(study, seeds)
+    n, k = table.shape
+    return (resample.scatter(table)[0], n, k) if n > 2 else None
+
+
+def scatter_text(study: Study, *, reference: str = "fp8") -> str:
+    """A sentence or two: `scatter`, and the standard error of a difference of two arms that follows from it."""
+    found = scatter(study, reference=reference)
+    if found is None:
+        return "There are too few arms and seeds here to say how much one run differs from its repetition."
+    sd, arms, seeds = found
+    return (
+        f"Over {arms} arms and {seeds} seeds the final losses scatter by {sd:.4f} nats around what arm and seed explain: "
+        f"batches and initial weights are shared, and yet a small change of arithmetic sends a run on another way. A "
+        f"difference of two arms over {seeds} seeds has a standard error of about {sd * math.sqrt(2 / seeds):.4f} nats; to halve it "
+        f"takes {4 * seeds} seeds."
+    )
 
 
 def overhead_points(study: Study, *, at: float = metrics.AT) -> pd.DataFrame:

@@ -67,8 +67,8 @@ SEEDS_AND_WINDOWS = "seeds and evaluation windows"
 def combination(study: Study, terms: Sequence[tuple[str, float]], unit: str) -> Effect:
     """The sum over terms (arm, weight) of weight times final loss, paired by seed: ("a", 1), ("b", -1) is a difference.
 
-    The interval is the bootstrap over seeds and evaluation windows; over seeds alone where a record keeps no losses of
-    windows or an arm diverged. One seed has none: windows alone say nothing of another seed.
+    The interval is that of `resample`; over seeds alone where a record keeps no losses of windows. One seed has none, as
+    windows alone say nothing of another seed; with an arm that diverged it is the range.
     """
     weights: dict[str, float] = {}
     for arm, weight in terms:
@@ -77,11 +77,22 @@ def combination(study: Study, terms: Sequence[tuple[str, float]], unit: str) -> 
     shared = sorted(set.intersection(*(set(f) for f in final.values())))
     values = {s: sum(w * final[arm][s] for arm, w in weights.items()) for s in shared}
     effect = estimate(values, unit, divergence_note(study, *weights))
-    matrix = resample.combined(study, weights, shared) if len(shared) > 1 else None
-    if matrix is None:
+    if len(shared) < 2 or not math.isfinite(effect.value):
         return effect
-    low, high = resample.interval(resample.means(matrix))
-    return replace(effect, low=low, high=high, over=SEEDS_AND_WINDOWS)
+    matrix = resample.combined(study, weights, shared)
+    if matrix is not None:
+        low, high = resample.interval(resample.means(matrix))
+        effect = replace(effect, low=low, high=high, over=SEEDS_AND_WINDOWS)
+    noise = resample.run_noise(resample.final_table(study, shared), len(weights))
+    return widened(effect, None if noise is None else effect.value + np.array(list(weights.values())) @ noise)
+
+
+def widened(effect: Effect, samples: np.ndarray | None) -> Effect:
+    """`effect` with an interval that holds that of `samples` as well, if there are any."""
+    if samples is None:
+        return effect
+    low, high = resample.interval(samples)
+    return replace(effect, low=min(low, effect.low), high=max(high, effect.high))
 
 
 def divergence_note(study: Study, *arms: str) -> str:

@@ -29,6 +29,7 @@ from mxfp4.experiments.effect import (
     divergence_note,
     estimate,
     final_losses,
+    widened,
 )  # fmt: skip
 from mxfp4.experiments.probe_metrics import predicts_loss, probe, probe_difference
 from mxfp4.experiments.study import Study
@@ -91,6 +92,8 @@ def overhead(study: Study, *, arm: str, reference: str = "fp8", at: float = AT) 
     found = _overheads(study, arm, reference, target_loss(study, reference, at))
     effect = estimate({s: o.value for s, o in found.items()}, "share", divergence_note(study, arm))
     effect = _resampled(effect, resample.overheads(study, arm, reference, at, sorted(found)))
+    if arm != reference:
+        effect = widened(effect, _noisy(study, (effect.value, 0.0), target_loss(study, reference, at), effect.seeds))
     return _bounded(effect, [arm] if any(o.bound for o in found.values()) else [], [])
 
 
@@ -102,6 +105,19 @@ def _resampled(effect: Effect, samples: np.ndarray | None) -> Effect:
     never = "" if np.isfinite(samples).all() else "in some resamples the target is not reached"
     note = "; ".join(p for p in (effect.note, never) if p)
     return replace(effect, low=low, high=high, over=SEEDS_AND_WINDOWS, note=note)
+
+
+def _noisy(
+    study: Study, values: tuple[float, float], target: float, seeds: tuple[int, ...]
+) -> np.ndarray | None:
+    """Samples of the difference of two overheads over one reference, or of one and zero, by the scatter of crossings."""
+    if len(seeds) < 2:
+        return None
+    noise = resample.run_noise(resample.crossing_table(study, target, seeds), 2)
+    if noise is None:
+        return None
+    a, b = ((1 + v) * np.exp(n) for v, n in zip(values, noise, strict=True))
+    return a / b - 1 if values[1] == 0 else a - b
 
 
 def overhead_difference(
@@ -119,6 +135,9 @@ def overhead_difference(
     samples = [resample.overheads(study, name, reference, at, sorted(shared)) for name in (arm, against)]
     if all(x is not None and np.isfinite(x).all() for x in samples):
         effect = _resampled(effect, samples[0] - samples[1])
+    if arm != against:
+        parts = tuple(float(np.mean([x[s].value for s in shared])) for x in (a, b))
+        effect = widened(effect, _noisy(study, parts, target, effect.seeds))
     above = [arm] if any(a[s].bound for s in shared) else []
     below = [against] if any(b[s].bound for s in shared) else []
     return _bounded(effect, above, below)
@@ -185,9 +204,13 @@ def remaining_gap(study: Study, *, arm: str, against: str, reference: str = "fp8
         gaps = [resample.combined(study, {name: 1, reference: -1}, shared) for name in (arm, against)]
         if any(g is None for g in gaps):
             over, gaps = "seeds", [top[:, None], bottom[:, None]]
-        above, under = (resample.means(g) for g in gaps)
-        if (under > 0).all():
-            low, high = resample.interval(above / under)
+        samples = [[resample.means(g) for g in gaps]]
+        noise = resample.run_noise(resample.final_table(study, shared), 3)
+        if noise is not None:
+            samples.append([top.mean() + noise[0] - noise[2], bottom.mean() + noise[1] - noise[2]])
+        if all(resample.interval(under)[0] > 0 for _, under in samples):
+            low, high = zip(*(resample.interval(above / under) for above, under in samples), strict=True)
+            low, high = min(low), max(high)
         else:
             low, high = -math.inf, math.inf
             note = "; ".join(p for p in (note, f"{against} is not behind {reference} beyond doubt") if p)

@@ -1,10 +1,14 @@
-"""The two-level bootstrap: intervals over seeds and over the windows that models are evaluated on.
+"""Intervals over seeds and over the windows that models are evaluated on: a two-level bootstrap, and its floor.
 
 The arms of a study share seeds (initial weights, batches) and evaluation windows, so a difference of two arms is a
 matrix d[seed, window]. Its mean varies with both: other seeds would have trained other models, other text would have
 been evaluated on. A draw resamples rows and columns at once, each with replacement, all arms by the same draw (Owen,
 "The pigeonhole bootstrap", Annals of Applied Statistics 2007: for crossed factors it errs on the wide side).
-Percentile intervals over three seeds are little more than their range.
+
+Three values that happen to have one sign have a bootstrap interval on that side of zero, which chance alone does once in
+four times. All arms of a study tell together, and with many degrees of freedom, how much one run differs from its
+repetition: the **scatter**, what is left of arm x seed once the means of arms and of seeds are out. No interval is
+narrower than Student's, made from the scatter; of two arms alone that is the paired t interval.
 
 A record keeps the losses of each window for the last evaluation alone. For a crossing, what resampled windows change
 at the end, arm by arm, is taken to shift that arm's curve as a whole.
@@ -64,6 +68,39 @@ def interval(samples: np.ndarray) -> tuple[float, float]:
     tail = (1 - LEVEL) / 2
     low, high = np.quantile(samples, [tail, 1 - tail], method="inverted_cdf")
     return float(low), float(high)
+
+
+def scatter(table: np.ndarray) -> tuple[float, int]:
+    """(standard deviation, degrees of freedom) of `table` [arm, seed] without the means of arms and seeds."""
+    n, k = table.shape
+    rest = table - table.mean(axis=0) - table.mean(axis=1, keepdims=True) + table.mean()
+    freedom = (n - 1) * (k - 1)
+    return float(np.sqrt((rest**2).sum() / freedom)) if freedom else float("nan"), freedom
+
+
+def final_table(study: Study, seeds: Sequence[int]) -> np.ndarray:
+    """[arm, seed] final losses of the arms that finished all of `seeds`."""
+    whole = [[r[s] for s in seeds] for r in study.arms.values() if set(seeds) <= r.keys()]
+    kept = [rs for rs in whole if all(r.outcome["status"] != "diverged" for r in rs)]
+    return np.array([[r.outcome["final_loss"] for r in rs] for rs in kept], dtype=float).reshape(-1, len(seeds))
+
+
+def crossing_table(study: Study, target: float, seeds: Sequence[int]) -> np.ndarray:
+    """[arm, seed] logarithms of the tokens to `target`, of the arms that reach it in all of `seeds`."""
+    curves = [[study.curves(arm)[s] for s in seeds] for arm, r in study.arms.items() if set(seeds) <= r.keys()]
+    at = np.array([[crossings(c, np.array([target]))[0] for c in row] for row in curves]).reshape(-1, len(seeds))
+    return np.log(at[(np.isfinite(at) & (at > 0)).all(axis=1)])
+
+
+def run_noise(table: np.ndarray, count: int) -> np.ndarray | None:
+    """[count, DRAWS] deviations of the mean over seeds of `count` arms, by the scatter of `table`; None without freedom."""
+    n, k = table.shape
+    sd, freedom = scatter(table) if n > 1 and k > 1 else (0.0, 0)
+    if not freedom:
+        return None
+    rng = np.random.default_rng(1)
+    wide = np.sqrt(freedom / rng.chisquare(freedom, DRAWS))
+    return sd / np.sqrt(k) * rng.standard_normal((count, DRAWS)) * wide
 
 
 def overheads(study: Study, arm: str, reference: str, at: float, seeds: Sequence[int]) -> np.ndarray | None:

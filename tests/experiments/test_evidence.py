@@ -192,3 +192,17 @@ def test_overheads_by_target_and_gaps(study):
         figures.gaps_by(both, "model", title="T", unit="u"),
     ):  # fmt: skip
         render(chart, "a caption")
+
+
+def test_scatter_is_what_arm_and_seed_do_not_explain(tmp_path):
+    store, noise = Store(tmp_path), {("fp8", 0): 0.02, ("mxfp4", 1): -0.02}
+    for arm, offset in (("fp8", 0.0), ("mxfp4", 0.1), ("mxfp4+h16", 0.05)):
+        for seed in range(2):
+            put(store, config(arm, seed), offset=offset + noise.get((arm, seed), 0))
+    put(store, config("mxfp4+sr", 0))  # lacks a seed
+    (study,) = studies(store.load())
+    sd, arms, seeds = curves.scatter(study)
+    # differences of the two seeds: 0.02, 0.02, 0 around their mean; a run's variance is half of a difference's
+    assert (arms, seeds) == (3, 2) and sd == pytest.approx(math.sqrt((2 * 0.0066667**2 + 0.0133333**2) / 2 / 2), rel=1e-3)
+    assert f"{sd:.4f} nats" in curves.scatter_text(study) and "takes 8 seeds" in curves.scatter_text(study)
+    assert curves.scatter(study, reference="bf16") is None and "too few" in curves.scatter_text(study, reference="bf16")

@@ -71,7 +71,8 @@ def test_losses_are_paired_by_seed(tmp_path):
     (study,) = studies(store.load())
     effect = metrics.loss_difference(study, arm="mxfp4", against="bf16")
     assert effect.value == pytest.approx(0.11) and effect.seeds == (0, 1, 2)
-    assert effect.low >= 0.10 - 1e-9 and effect.high <= 0.12 + 1e-9
+    half = 4.303 * 0.01 / math.sqrt(3)  # Student's, two degrees of freedom
+    assert (effect.low, effect.high) == pytest.approx((0.11 - half, 0.11 + half), abs=0.001)
     ppl = metrics.perplexity_increase(study, arm="mxfp4")
     assert ppl.value == pytest.approx(math.expm1(0.11)) and ppl.unit == "share"
 

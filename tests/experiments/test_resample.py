@@ -104,3 +104,45 @@ def test_crossings_of_many_targets_are_those_of_one():
     targets = np.array([7.0, 6.0, 5.0, 4.0, 3.1, 3.0, 2.95, 2.9, 2.8])
     expected = [0, 0, 50, 100, 190, 200, 300 + 100 * 0.25 / 0.3, 400, math.inf]
     assert crossings(curve, targets) == pytest.approx(expected)
+
+
+def test_scatter_of_many_arms_keeps_chance_from_holding(tmp_path):
+    """Twelve arms that are one arm, three seeds: pairs whose three differences have one sign are common, and the
+    bootstrap alone calls a quarter of them different; with the floor the share is that of the level."""
+    rng, told, alone = np.random.default_rng(4), [], []
+    for i in range(12):
+        store, names = Store(tmp_path / str(i)), [f"mxfp4+h{n}" for n in (16, 32, 64, 128)] + ["bf16", "fp8", "mxfp4", "mxfp4+sr"]
+        for name in names:
+            for seed in range(3):
+                put(store, config(name, seed), offset=rng.normal(0, 0.02))
+        (study,) = studies(store.load())
+        for a, b in zip(names[::2], names[1::2], strict=True):
+            effect = metrics.loss_difference(study, arm=a, against=b)
+            told.append(effect.low > 0 or effect.high < 0)
+            low, high = resample.interval(resample.means(resample.combined(study, {a: 1, b: -1}, (0, 1, 2))))
+            alone.append(low > 0 or high < 0)
+    assert np.mean(alone) > 0.12 and np.mean(told) < 0.1
+
+
+def test_noise_of_means_has_students_spread():
+    table = np.random.default_rng(3).normal(0, 1, (6, 4))
+    (one, other) = resample.run_noise(table, 2)
+    sd, freedom = resample.scatter(table)
+    assert freedom == 15
+    low, high = resample.interval(one - other)
+    assert high == pytest.approx(2.131 * sd * math.sqrt(2 / 4), rel=0.03) and low == pytest.approx(-high, rel=0.05)
+    assert resample.run_noise(table[:1], 1) is None and resample.run_noise(table[:, :1], 1) is None
+
+
+def test_an_overhead_is_as_uncertain_as_the_scatter_of_crossings_says(tmp_path):
+    store, rng = Store(tmp_path), np.random.default_rng(5)
+    arms = {"fp8": 1.0, "bf16": 1.0, "mxfp4": 1.15, "mxfp4+h16": 1.05, "mxfp4+h32": 1.05, "mxfp4-fprop": 1.02}
+    for name, slowdown in arms.items():
+        for seed in range(3):
+            put(store, config(name, seed), slowdown=slowdown * math.exp(rng.normal(0, 0.05)))
+    (study,) = studies(store.load())
+    effect = metrics.overhead(study, arm="mxfp4", at=0.6)
+    half = 2.228 * 0.05 * math.sqrt(2 / 3) * (1 + effect.value)
+    assert (effect.high - effect.low) / 2 == pytest.approx(half, rel=0.35)
+    apart = metrics.overhead_difference(study, arm="mxfp4", against="mxfp4+h16", at=0.6)
+    assert (apart.high - apart.low) / 2 == pytest.approx(half, rel=0.35)
