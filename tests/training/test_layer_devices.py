@@ -80,6 +80,8 @@ def test_a_gpu_computes_what_the_cpu_does(name, device):
 @pytest.mark.parametrize("device", [gpu])
 @pytest.mark.parametrize("name", ["bf16", "fp8", "mxfp4+h16", "mxfp4+sr", "ti2d"])
 def test_compiled_on_a_gpu_equals_eager(name, device):
+    """The same bytes where a GEMM gives its result in BF16. FP8's comes in FP32 to be scaled, and there the compiler may
+    choose another kernel of the library, with another order of sums: a few results round to the other BF16 neighbour."""
     eager = MXFP4Linear(256, 512, bias=False, recipe=name, fqn="layers.0.attention.wq", device=device)
     compiled = copy.deepcopy(eager)
     function = torch.compile(compiled, fullgraph=True)
@@ -95,4 +97,4 @@ def test_compiled_on_a_gpu_equals_eager(name, device):
             y.backward(torch.ones_like(y) * y.detach())
             results.append((y.detach(), own.grad, layer.weight.grad))
         for ours, theirs in zip(*results, strict=True):
-            assert torch.equal(ours, theirs)
+            assert relative(theirs, ours) < 2.0**-10 if name == "fp8" else torch.equal(ours, theirs)
