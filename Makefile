@@ -1,7 +1,8 @@
 # MXFP4 companion: from a clone to a rendered book. `make help` lists what there is.
 #
-# The environment is .venv, made from constraints.txt, or the active conda environment when that one was made from
-# environment.yml. Each step writes down what it was made from and is skipped, by name, while that has not changed.
+# The environment is .venv, made from constraints.txt, or the active conda environment when that one holds this
+# checkout (environment.yml). Each step writes down what it was made from and is skipped, by name, while that has not
+# changed. On a machine with ROCm, PyTorch comes first and alone from TORCH_INDEX, with the Triton it was made for.
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
@@ -21,7 +22,11 @@ P ?=
 export PIP_USER := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-CONDA := $(if $(CONDA_PREFIX),$(wildcard $(CONDA_PREFIX)/bin/mxfp4))
+# The active conda environment counts if the mxfp4 in it is the one of this folder.
+FROM_HERE := import importlib.util, os, sys; spec = importlib.util.find_spec("mxfp4"); \
+	sys.exit(not (spec and spec.origin and os.path.samefile(spec.origin, sys.argv[1])))
+CONDA := $(if $(CONDA_PREFIX),$(shell \
+	"$(CONDA_PREFIX)/bin/python" -I -c '$(FROM_HERE)' "$(CURDIR)/mxfp4/__init__.py" 2>/dev/null && echo yes))
 BIN := $(if $(CONDA),$(CONDA_PREFIX)/bin,$(VENV)/bin)
 PY := $(BIN)/python
 MXFP4 := $(PY) -m mxfp4.experiments.cli
@@ -29,7 +34,24 @@ MXFP4 := $(PY) -m mxfp4.experiments.cli
 # The first Python that is new enough; override with PYTHON=...
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
-ENV_KEY = $(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')-$(notdir $(CURDIR))
+
+# ROCm: its version, from its folder or from amd-smi; `unknown` where only the tools are there; empty without it.
+ROCM_PATH ?= /opt/rocm
+ROCM := $(shell v=$$(cat "$(ROCM_PATH)/.info/version" "$(ROCM_PATH)/core/.info/version" 2>/dev/null | head -n 1); \
+	[ -n "$$v" ] || v=$$(amd-smi version 2>/dev/null | sed -n 's/.*ROCm version: *\([0-9.]*\).*/\1/p' | head -n 1); \
+	v=$$(echo "$$v" | sed -n 's/^\([0-9][0-9]*\.[0-9][0-9]*\).*/\1/p'); \
+	if [ -n "$$v" ]; then echo "$$v"; \
+	elif [ -d "$(ROCM_PATH)" ] || command -v rocminfo >/dev/null 2>&1 || command -v amd-smi >/dev/null 2>&1; then \
+	echo unknown; fi)
+# Where PyTorch for that ROCm is. The pinned version is known to be built for 7.2; a GPU of type gfx950 needs 7.0.
+TORCH_INDEX ?= $(if $(ROCM),https://download.pytorch.org/whl/rocm$(patsubst unknown,7.2,$(ROCM)))
+TORCH_PIN := $(shell sed -n 's/^torch==//p' constraints.txt)
+EXTRAS := book,test,hf
+# On ROCm, that PyTorch is the build for it and that the package `triton`, CUDA's, does not lie over ROCm's own.
+ROCM_BUILD = [ -z "$(ROCM)" ] || $(PY) -c 'import importlib.metadata as m, sys, torch; \
+	sys.exit(not torch.version.hip or "triton" in {d.name.lower() for d in m.distributions()})'
+NOT_ROCM := has not PyTorch for ROCm, or has the Triton for CUDA over it
+ENV_KEY = $(shell (cat pyproject.toml constraints.txt; echo "$(TORCH_INDEX)") | cksum | tr ' ' '-')-$(notdir $(CURDIR))
 DATA_KEY = $(shell cksum < requirements-data.txt | tr ' ' '-')
 AT = $(if $(filter auto,$(SCALE)),$$($(MXFP4) scale),$(SCALE))
 WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || echo $$n)
@@ -44,6 +66,7 @@ help: ## this list
 	@echo "  DRY_RUN=1              make reproduce: what it would take, nothing run; fails if it cannot fit"
 	@echo "  NB=, P=                which notebook, with which parameters: make run NB=format P=\"scale_rule=rceil\""
 	@echo "  PYTHON=, VENV=         which Python makes the environment, and where (default: .venv)"
+	@echo "  TORCH_INDEX=           where pip finds PyTorch (default: on ROCm, PyTorch's index for its version)"
 	@echo "  PORT=, PYTEST_ARGS=    for serve; for test"
 
 reproduce: env $(if $(DRY_RUN),,data) ## environment, data, training of every arm, every notebook, site
@@ -55,7 +78,8 @@ reproduce: env $(if $(DRY_RUN),,data) ## environment, data, training of every ar
 	$(MXFP4) book --scale $$at
 
 test: env data ## the whole CPU test suite
-	@$(PY) -c 'import triton' 2>/dev/null || $(PY) -m pip install -q --no-deps -r requirements-interpreter.txt \
+	@$(PY) -c 'import triton' 2>/dev/null || { [ -z "$(ROCM)" ] && \
+		$(PY) -m pip install -q --no-deps -r requirements-interpreter.txt; } \
 		|| echo "no triton for this machine: the tests of its kernels are skipped"
 	$(PY) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
@@ -82,6 +106,7 @@ serve: ## look at the site at http://127.0.0.1:8000 (it also opens as a file)
 
 ifeq ($(CONDA),)
 env: ## make the environment, or say that it is there
+	@[ -z "$(CONDA_PREFIX)" ] || echo "environment: the active conda environment has no mxfp4 of this folder, so $(VENV) it is"
 	@if [ "$$(cat $(VENV)/.made-from 2>/dev/null)" = "$(ENV_KEY)" ] && $(PY) -c '' 2>/dev/null; then \
 		echo "environment: already there ($(VENV))"; \
 	else \
@@ -92,11 +117,20 @@ env: ## make the environment, or say that it is there
 		echo "environment: making $(VENV) with $$($(PYTHON) --version)"; \
 		rm -f $(VENV)/.made-from; \
 		$(PYTHON) -m venv --clear $(VENV); \
-		$(PY) -m pip install -c constraints.txt -e '.[book,test]'; \
+		if [ -n "$(TORCH_INDEX)" ]; then \
+			echo "environment: PyTorch $(TORCH_PIN) from $(TORCH_INDEX)$(if $(ROCM), (ROCm $(ROCM)))"; \
+			$(PY) -m pip install --index-url "$(TORCH_INDEX)" "torch==$(TORCH_PIN)" || { \
+				echo "error: no PyTorch $(TORCH_PIN) at $(TORCH_INDEX); name another with TORCH_INDEX=, as of https://pytorch.org/get-started"; \
+				exit 1; }; \
+		fi; \
+		$(PY) -m pip install -c constraints.txt -e '.[$(EXTRAS)]'; \
+		$(ROCM_BUILD) || { echo "error: $(VENV) $(NOT_ROCM): rm -rf $(VENV), then make again"; exit 1; }; \
 		echo "$(ENV_KEY)" > $(VENV)/.made-from; \
 	fi
 else
 env:
+	@$(ROCM_BUILD) || { echo "error: $(CONDA_PREFIX) $(NOT_ROCM): make it anew with \
+	PIP_EXTRA_INDEX_URL=$(TORCH_INDEX) conda env create --yes -f environment.yml"; exit 1; }
 	@echo "environment: already there (conda, $(CONDA_PREFIX))"
 endif
 

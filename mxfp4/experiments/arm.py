@@ -9,7 +9,7 @@ import torch
 from mxfp4.experiments.machine import default_device
 from mxfp4.experiments.probes import Probe
 from mxfp4.experiments.store import Store
-from mxfp4.training import checkpoint, parallel
+from mxfp4.training import checkpoint, parallel, weights
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.loop import TokenSource, train
 from mxfp4.training.packing import prepare
@@ -27,11 +27,13 @@ def train_arm(
     device: torch.device | str | None = None,
     on_step: Callable[[int], None] | None = None,
     stop: Callable[[], bool] | None = None,
+    keep_weights: bool = False,
     **execution,
 ) -> str:
     """Train one arm into the store: "finished", "diverged", "paused", or "busy" when another process is at it.
 
-    execution: `compile`, `capture`, `recompute_every` of `train`. On several ranks all call it alike; rank 0 holds the
+    keep_weights: leave the trained weights too; an arm that has a record and no weights is trained again, and keeps its
+    record. execution: `compile`, `capture`, `recompute_every` of `train`. On several ranks all call it alike; rank 0 holds the
     lock and writes the record.
     """
     device = torch.device(device) if device is not None else default_device()
@@ -45,6 +47,8 @@ def train_arm(
         return "busy"
     try:
         record = store.get(config, device) if first else None  # another process may have stored it just now
+        if keep_weights and not weights.kept(store.weights_dir(config, device)):
+            record = None
         status = ranks.agree(record.outcome["status"] if record else None)
         if status is None:
             if corpus is None:
@@ -57,6 +61,8 @@ def train_arm(
             status = result.outcome["status"]
             if status == "paused":
                 return status
+            if keep_weights:
+                weights.save(store.weights_dir(config, device), result.model, config, weights.tokenizer_of(corpus))
             if first:
                 store.put(config, result, device, corpus=corpus.fingerprint)
         if first:

@@ -117,6 +117,7 @@ class Pool:
         self.corpus, self.summary, self.bar = corpus, summary, bar
         self.waiting_for: set[str] = set()
         self.closed: Callable[[], bool] = lambda: False  # whether no further arm is begun
+        self.execution = plan.scale.execution()  # how each is trained
 
     def run(self, missing: list[tuple[TrainConfig, int]], stop: Callable[[], bool]) -> None:
         """Train `missing`, (arm, step of its checkpoint) each, until `stop`."""
@@ -158,7 +159,7 @@ class Pool:
             try:
                 status = train_arm(
                     config, self.store, corpus=self.corpus, device=self.places[0][0],
-                    on_step=lambda _: self.bar.update(), stop=stop, **self.plan.scale.execution(),
+                    on_step=lambda _: self.bar.update(), stop=stop, **self.execution,
                 )  # fmt: skip
             except Exception as error:  # the other arms go on; the reason is reported
                 if ranks.size > 1 and not isinstance(error, UserError):
@@ -183,7 +184,7 @@ class Pool:
                 config, step = queue.popleft()
                 retry_at = time.monotonic() + RETRY_SECONDS
                 arm = _Arm(config, free.pop(), step)
-                arm.start(context, self.store, self.corpus, self.plan.scale, threads, stopping)
+                arm.start(context, self.store, self.corpus, self.plan.scale.spread, self.execution, threads, stopping)
                 running.append(arm)
             self.bar.set_postfix_str(" ".join(arm_name(arm.config) for arm in running))
             wait([connection for arm in running for connection in arm.ranks], timeout=0.2)
@@ -215,13 +216,13 @@ class _Arm:
     meeting: str | None = None
     """Folder of the file through which the ranks find each other."""
 
-    def start(self, context, store: Store, corpus, scale, threads: int, stopping) -> None:
-        if scale.spread or len(self.place) > 1:
+    def start(self, context, store: Store, corpus, spread: bool, execution: dict, threads: int, stopping) -> None:
+        if spread or len(self.place) > 1:
             self.meeting = tempfile.mkdtemp(prefix="mxfp4-")
         for rank, device in enumerate(self.place):
             ours, theirs = context.Pipe(duplex=False)
             meeting = self.meeting and (f"file://{self.meeting}/ranks", rank, len(self.place))
-            task = (theirs, self.config, store, corpus, str(device), scale.execution(), threads, stopping, meeting)
+            task = (theirs, self.config, store, corpus, str(device), execution, threads, stopping, meeting)
             process = context.Process(target=_child, args=task, daemon=True)
             process.start()
             theirs.close()

@@ -2,6 +2,7 @@
 
     runs/records/<scale>/<run id>/   record.json, curve.parquet, probes.parquet
     runs/checkpoints/<scale>/<run id>/   of a run that goes on, with its lock
+    runs/weights/<scale>/<run id>/   what was trained, where it was asked for
 
 The key is the SHA-256 of configuration, device type, GEMM path and SEMANTICS_VERSION, so a record is found
 again by what it says and by nothing else, and merging two stores is copying directories. A record is
@@ -132,6 +133,10 @@ class Store:
 
     def checkpoint_dir(self, config: TrainConfig, device: torch.device | str | None = None) -> Path:
         return self.root / "checkpoints" / safe_scale(config.scale) / self.run_id(config, device)
+
+    def weights_dir(self, config: TrainConfig, device: torch.device | str | None = None) -> Path:
+        """Where `mxfp4 train --keep-weights` leaves what was trained."""
+        return self.root / "weights" / safe_scale(config.scale) / self.run_id(config, device)
 
     def get(self, config: TrainConfig, device: torch.device | str | None = None) -> Record | None:
         """The whole record of this arm, or None."""

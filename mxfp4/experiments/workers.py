@@ -25,7 +25,7 @@ from mxfp4.experiments.machine import default_device
 from mxfp4.experiments.plan import Plan
 from mxfp4.experiments.pool import Pool, Summary, places, stop_on_signal
 from mxfp4.experiments.store import Store
-from mxfp4.training import parallel
+from mxfp4.training import parallel, weights
 from mxfp4.training.loop import TokenSource
 from mxfp4.training.packing import prepare
 
@@ -42,16 +42,18 @@ def run_plan(
     max_minutes: float | None = None,
     last_start: float | None = None,
     progress: bool = True,
+    keep_weights: bool = False,
 ) -> Summary:
     """Train the missing arms of `plan`, `jobs` at a time on each device (None: the scale's own number).
 
     device: None is every GPU, or the CPU. corpus: None packs or opens the plan's. max_minutes: stop then, with
     checkpoints. last_start: begin no arm after so many minutes, and finish those in work. progress: a bar, where
-    stderr is a terminal, and a line that names what is there already. Every rank of torchrun calls it; all get the
+    stderr is a terminal, and a line that names what is there already. keep_weights: leave the trained weights too, in
+    runs/weights; an arm that has none is missing, and keeps its record. Every rank of torchrun calls it; all get the
     summary. Raises UserError when the corpus cannot be had, or there are fewer GPUs than the scale's arms need.
     """
     device = torch.device(device) if device is not None else default_device()
-    options = {"corpus": corpus, "max_minutes": max_minutes, "last_start": last_start}
+    options = {"corpus": corpus, "max_minutes": max_minutes, "last_start": last_start, "keep_weights": keep_weights}
     if parallel.launched():
         if jobs is not None and jobs != 1:
             raise UserError(f"jobs={jobs}: under torchrun all ranks train one arm at a time")
@@ -66,13 +68,18 @@ def run_plan(
 
 
 def _run(
-    plan: Plan, store: Store, places: list, *, corpus, max_minutes: float | None, last_start: float | None, progress: bool
-) -> Summary:
+    plan: Plan, store: Store, places: list, *, corpus, max_minutes: float | None, last_start: float | None,
+    keep_weights: bool, progress: bool,
+) -> Summary:  # fmt: skip
     ranks = parallel.here()
     started = time.monotonic()
-    status = plan.status(store, places[0][0])
-    present = [arm_name(a.config) for a in status if a.done]
-    missing = [(a.config, a.step) for a in status if not a.done]
+    device = places[0][0]
+    present, missing = [], []
+    for arm in plan.status(store, device):
+        if arm.done and not (keep_weights and not weights.kept(store.weights_dir(arm.config, device))):
+            present.append(arm_name(arm.config))
+        else:
+            missing.append((arm.config, arm.step))
     present, missing = ranks.agree((present, missing))  # another process may store a record between two looks
     summary = Summary(present=present)
     if present and progress:
@@ -97,6 +104,7 @@ def _run(
         with bar, stop_on_signal() as interrupted:
             pool = Pool(plan, store, places, corpus, summary, bar)
             pool.closed = lambda: passed(last_start)
+            pool.execution["keep_weights"] = keep_weights
             pool.run(missing, lambda: interrupted.is_set() or passed(max_minutes))
     summary.seconds = time.monotonic() - started
     return summary

@@ -12,7 +12,7 @@ import mxfp4
 from mxfp4.errors import UserError
 from mxfp4.experiments import cli, commands
 
-COMMANDS = {"book", "claims", "doctor", "plan", "prepare", "run", "scale", "status", "train"}
+COMMANDS = {"book", "claims", "doctor", "export", "plan", "prepare", "run", "scale", "status", "train"}
 
 
 def test_help_names_every_command(capsys):

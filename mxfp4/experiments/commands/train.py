@@ -27,6 +27,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     dry.add_argument(
         "--recompute-every", type=int, default=0, metavar="N", help="with every N-th block's activations recomputed"
     )
+    parser.add_argument(
+        "--keep-weights", action="store_true",
+        help="also leave the trained weights, in runs/weights/<scale>/<run id>/, for `mxfp4 export`; an arm that has a "
+        "record and no weights is trained again (its record stays)",
+    )  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="print the summary alone")
     parser.set_defaults(handler=run)
 
@@ -66,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
     summary = run_plan(
         chosen_plan(args), _store(), jobs=args.jobs, device=args.device, max_minutes=args.max_minutes,
-        last_start=args.last_start, progress=not args.quiet,
+        last_start=args.last_start, progress=not args.quiet, keep_weights=args.keep_weights,
     )  # fmt: skip
     if reports():
         print(f"{args.plan} at scale {args.scale}: {summary}")

@@ -1,0 +1,69 @@
+"""Kept weights: what was trained comes back, whole or not at all, and the folder is read by other programs."""
+
+from __future__ import annotations
+
+import errno
+import json
+
+import pytest
+import torch
+from fakes import FakeCorpus, tiny_config
+from safetensors import safe_open
+
+from mxfp4.errors import UserError
+from mxfp4.training import checkpoint, weights
+from mxfp4.training.loop import train
+
+
+@pytest.fixture(scope="module")
+def trained():
+    config = tiny_config(recipe="mxfp4+h16", steps=3)
+    return config, train(config, corpus=FakeCorpus(), progress=False).model
+
+
+def test_what_was_trained_comes_back(trained, tmp_path):
+    config, model = trained
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text("{}")
+    weights.save(tmp_path / "a" / "run", model, config, tokenizer)
+    found = weights.load(tmp_path / "a" / "run")
+    assert (found.config, found.step) == (config, None)
+    assert found.tokenizer.read_text() == "{}"
+    assert found.tensors.keys() == model.state_dict().keys()
+    assert all(torch.equal(found.tensors[name], value) for name, value in model.state_dict().items())
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["run"]
+    with safe_open(tmp_path / "a" / "run" / "model.safetensors", framework="pt") as file:
+        assert json.loads(file.metadata()["config"])["recipe"] == "mxfp4+h16"
+
+
+def test_a_checkpoint_serves_as_well(trained, tmp_path):
+    config, model = trained
+    assert not weights.kept(tmp_path)
+    checkpoint.save(tmp_path, 2, {"config": config.to_dict(), "model": model.state_dict()})
+    found = weights.load(tmp_path)
+    assert (found.config, found.step, found.tokenizer) == (config, 2, None)
+    assert torch.equal(found.tensors["norm.weight"], model.norm.weight)
+
+
+def test_a_full_disk_leaves_what_was_there(trained, tmp_path, monkeypatch):
+    config, model = trained
+    weights.save(tmp_path / "run", model, config)
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(weights, "save_file", full)
+    with pytest.raises(UserError, match="cannot write weights .*run: the disk is full"):
+        weights.save(tmp_path / "run", model, config)
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+    assert weights.load(tmp_path / "run").config == config
+
+
+def test_what_is_no_model_is_named(trained, tmp_path):
+    with pytest.raises(UserError, match="holds neither model.safetensors nor a whole checkpoint"):
+        weights.load(tmp_path)
+    weights.save(tmp_path / "run", trained[1], trained[0])
+    file = tmp_path / "run" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(UserError, match="is damaged or not of a run"):
+        weights.load(tmp_path / "run")
