@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from fakes import FakeCorpus, tiny_config
+from ranked import full_state, launch
 from safetensors import safe_open
 
 from mxfp4.errors import UserError
@@ -43,6 +44,33 @@ def test_a_checkpoint_serves_as_well(trained, tmp_path):
     found = weights.load(tmp_path)
     assert (found.config, found.step, found.tokenizer) == (config, 2, None)
     assert torch.equal(found.tensors["norm.weight"], model.norm.weight)
+
+
+def two_ranks(ranks, folder):
+    config, steps = tiny_config(recipe="mxfp4+h16", steps=4, micro_batches=2), []
+    options = {"corpus": FakeCorpus(), "device": "cpu", "progress": False}
+    result = train(config, **options)
+    weights.save(folder / "kept", result.model, config)
+    paused = train(config, checkpoint_dir=folder / "paused", on_step=steps.append, stop=lambda: len(steps) == 2, **options)
+    for name, model in (("kept", result.model), ("paused", paused.model)):
+        if hasattr(model, "reshard"):
+            model.reshard()
+        state = full_state(model)
+        if ranks.rank == 0:
+            torch.save(state, folder / f"{name}.pt")
+
+
+def test_weights_spread_over_two_ranks_come_back_whole(tmp_path):
+    launch(two_ranks, 2, tmp_path)
+    for name, step in (("kept", None), ("paused", 2)):
+        found, right = weights.load(tmp_path / name), torch.load(tmp_path / f"{name}.pt", weights_only=True)
+        assert (found.step, found.config.steps) == (step, 4)
+        assert found.tensors.keys() == right.keys()
+        assert all(torch.equal(found.tensors[n], value) for n, value in right.items())
+    (file, *_) = (tmp_path / "paused" / "step-00000002").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match="is damaged"), pytest.raises(UserError, match="nor a whole checkpoint"):
+        weights.load(tmp_path / "paused")
 
 
 def test_a_full_disk_leaves_what_was_there(trained, tmp_path, monkeypatch):
