@@ -103,18 +103,19 @@ def sizes_of_rotation(name: str) -> pd.DataFrame:
 
 
 def ratio_chart(frame: pd.DataFrame, title: str) -> alt.LayerChart:
-    """Bars of each quantizer's share of a copy's bandwidth, rivals beside ours. frame: `quantizers`."""
+    """Each quantizer's share of a copy's bandwidth: ours a bar, a rival's a diamond. frame: `quantizers`."""
     who = ["mxfp4", *sorted(set(frame["who"]) - {"mxfp4"})]
-    order = list(dict.fromkeys(frame["name"]))
-    bars = alt.Chart(frame).mark_bar().encode(
-        y=alt.Y("name:N", title=None, sort=order, axis=alt.Axis(labelLimit=240)),
+    base = alt.Chart(frame).encode(
+        y=alt.Y("name:N", title=None, sort=list(dict.fromkeys(frame["name"])), axis=alt.Axis(labelLimit=240)),
         x=alt.X("ratio:Q", title="share of a copy's bandwidth", axis=alt.Axis(format="%")),
-        yOffset=alt.YOffset("who:N", sort=who),
         color=alt.Color("who:N", title=None, sort=who, scale=alt.Scale(domain=who, range=list(PALETTE[: len(who)]))),
         tooltip=["name", "who", alt.Tooltip("ratio:Q", format=".1%"), alt.Tooltip("microseconds:Q", format=".1f")],
-    )  # fmt: skip
+    )
+    layers = [base.transform_filter(alt.datum.who == "mxfp4").mark_bar()]
+    if len(who) > 1:
+        layers.append(base.transform_filter(alt.datum.who != "mxfp4").mark_point(shape="diamond", size=110, opacity=1))
     whole = alt.Chart(pd.DataFrame({"one": [1.0]})).mark_rule(strokeDash=[4, 3]).encode(x="one:Q")
-    return alt.layer(bars, whole).properties(title=title, height=alt.Step(16))
+    return alt.layer(*layers, whole).properties(title=title, height=alt.Step(22))
 
 
 def cpu(name: str = "cpu") -> pd.DataFrame:
