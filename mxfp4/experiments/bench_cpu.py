@@ -1,4 +1,4 @@
-"""Quantization on the CPU: our C kernel and its plain-torch twin against torchao and the twin compiled by torch.
+"""Quantization on the CPU: our C kernel, few passes of torch, and the plain twin, against torchao.
 
 4096 x 4096 FP32 to packed E2M1, one orientation, no rotation; and what a training step of the toy scale asks for.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 import mxfp4
 from mxfp4.experiments.bench import attempt, cpu_seconds, torchao_to_mx
 from mxfp4.numerics.isa import orientation
-from mxfp4.numerics.kernels import quantize_cpu, quantize_torch
+from mxfp4.numerics.kernels import quantize_cpu, quantize_eager, quantize_torch
 
 SIZE, TOY = 4096, (1024, 256)
 
@@ -50,6 +50,7 @@ def rows(rivals: bool = True) -> Iterator[dict]:
 
     if quantize_cpu.kernel() is not None:
         yield attempt("packed", "mxfp4, C", lambda: ours(quantize_cpu.quantize_matrix))
+    yield attempt("packed", "mxfp4, eager", lambda: ours(quantize_eager.quantize_matrix))
     yield attempt("packed", "mxfp4, twin", lambda: ours(quantize_torch.quantize_matrix))
     if rivals:
         yield attempt("packed", "torchao", torchao)

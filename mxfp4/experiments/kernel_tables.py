@@ -119,9 +119,13 @@ def ratio_chart(frame: pd.DataFrame, title: str) -> alt.LayerChart:
 
 
 def cpu(name: str = "cpu") -> pd.DataFrame:
-    """The CPU's rows: name, who, milliseconds, rate (elements a second), times (over torchao's time, same result)."""
+    """The CPU's rows: name, who, milliseconds, processor (the same of processor time), rate (elements a second), times
+    (torchao's processor time over theirs, for the same output)."""
     frame = rows(name)
-    theirs = frame[frame["who"] == "torchao"].set_index("name")["microseconds"]
+    processor = pd.to_numeric(frame["processor_seconds"])
+    theirs = processor[frame["who"] == "torchao"].set_axis(frame["name"][frame["who"] == "torchao"])
     base = pd.to_numeric(frame["name"].map(theirs))
     rate = pd.to_numeric(frame["elements_per_second"])
-    return frame.assign(milliseconds=frame["microseconds"] / 1e3, rate=rate, times=base / frame["microseconds"])
+    return frame.assign(
+        milliseconds=frame["microseconds"] / 1e3, processor=processor * 1e3, rate=rate, times=base / processor
+    )

@@ -94,9 +94,9 @@ def test_h32_against_h16_by_each_source():
 
 def test_the_cpu_table_counts_in_torchaos_times(bench):
     bench("c", [
-        {"name": "packed", "who": "mxfp4, C", "seconds": 1.0, "elements_per_second": 8.0},
-        {"name": "packed", "who": "torchao", "seconds": 4.0, "elements_per_second": 2.0},
-        {"name": "values", "who": "mxfp4", "seconds": 1.0, "elements_per_second": 8.0},
+        {"name": "packed", "who": "mxfp4, C", "seconds": 1.0, "processor_seconds": 1.0, "elements_per_second": 8.0},
+        {"name": "packed", "who": "torchao", "seconds": 9.0, "processor_seconds": 4.0, "elements_per_second": 2.0},
+        {"name": "values", "who": "mxfp4", "seconds": 1.0, "processor_seconds": 1.0, "elements_per_second": 8.0},
     ])  # fmt: skip
     frame = kernel_tables.cpu("c")
     assert frame["times"].iloc[0] == 4 and frame["times"].iloc[1] == 1 and frame["times"].isna().iloc[2]

@@ -111,7 +111,7 @@ def test_beyond_two_to_the_31_elements(packed):
     how = orientation("e2m1", "1d", "even", True, 16, False, None if packed else torch.bfloat16)
     seed = torch.tensor(2**35 + 3, device=DEVICE)
     row, col = load("quantize_triton").quantize_matrix(x[None], how, how, seed)
-    part = twin._part(x[None, -64:], how, seed, (rows - 64) * k)
+    part = twin.part(x[None, -64:], how, seed, (rows - 64) * k)
     assert all(same(a if a is None else a[:, -64:], b) for a, b in zip(row, part, strict=True))
     nearest = orientation("e2m1", "1d", "even", False, 16, False, how.dtype)
     _, col = load("quantize_triton").quantize_matrix(x[None], None, nearest, None)

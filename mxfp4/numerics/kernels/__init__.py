@@ -1,6 +1,7 @@
 """Kernels, each beside its plain-torch twin of the same signature: the oracle, and the path where nothing else runs.
 
-The functions here choose one for the device of their argument: Triton on a GPU, C on the CPU where there is a compiler.
+The functions here choose one for the device of their argument: Triton on a GPU; on the CPU C where there is a compiler,
+else few passes of torch.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from mxfp4.numerics.kernels import quantize_cpu, quantize_torch
+from mxfp4.numerics.kernels import quantize_cpu, quantize_eager, quantize_torch
 from mxfp4.numerics.kernels.quantize_torch import Orientation, Outputs
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -28,4 +29,6 @@ def quantize_matrix(
         return quantize_triton.quantize_matrix(x, row, col, seed)
     if x.device.type == "cpu" and quantize_cpu.kernel() is not None:
         return quantize_cpu.quantize_matrix(x, row, col, seed)
+    if x.device.type == "cpu":
+        return quantize_eager.quantize_matrix(x, row, col, seed)
     return quantize_torch.quantize_matrix(x, row, col, seed)

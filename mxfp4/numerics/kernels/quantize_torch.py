@@ -6,6 +6,7 @@ by the scale, round. `quantize.py` puts the axis last, checks arguments and wrap
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -111,21 +112,22 @@ def quantize_matrix(
     [batch, R/32, C/32]; with a dtype they are [batch, R, C] and None. For `col` the same of the transpose.
     """
 
-    return _one(x, row, seed), _one(x.transpose(1, 2), col, seed)
+    return in_parts(x, row, seed, part), in_parts(x.transpose(1, 2), col, seed, part)
 
 
 CHUNK = 1 << 16  # elements that the CPU works on at a time: what its operations hand each other stays in the cache
 
 
-def _one(x: Tensor, how: Orientation | None, seed: Tensor | None) -> Outputs:
+def in_parts(x: Tensor, how: Orientation | None, seed: Tensor | None, quantize: Callable) -> Outputs:
+    """What `quantize(lines of x, how, seed, index of their first element)` gives, put together."""
     if how is None:
         return None, None
     batch, lines, k = x.shape
     step = max(CHUNK // max(k, 1) // BLOCK, 1) * BLOCK if x.device.type == "cpu" else max(lines, 1)
     if step >= lines:
-        return _part(x, how, seed, 0)
+        return quantize(x, how, seed, 0)
     parts = [
-        _part(x[b : b + 1, i : i + step], how, seed, (b * lines + i) * k)
+        quantize(x[b : b + 1, i : i + step], how, seed, (b * lines + i) * k)
         for b in range(batch)
         for i in range(0, lines, step)
     ]
@@ -137,7 +139,8 @@ def _one(x: Tensor, how: Orientation | None, seed: Tensor | None) -> Outputs:
     return whole(values), whole(scales)
 
 
-def _part(x: Tensor, how: Orientation, seed: Tensor | None, first: int) -> Outputs:
+def part(x: Tensor, how: Orientation, seed: Tensor | None, first: int) -> Outputs:
+    """x [batch, R, K] quantized along K at once; `first` is the index of its first element in the whole."""
     x = x.contiguous().float()
     if how.dtype is None:
         return quantize_packed(x, how.spec, how.signs, seed, first)
