@@ -43,8 +43,10 @@ ROCM := $(shell v=$$(cat "$(ROCM_PATH)/.info/version" "$(ROCM_PATH)/core/.info/v
 	if [ -n "$$v" ]; then echo "$$v"; \
 	elif [ -d "$(ROCM_PATH)" ] || command -v rocminfo >/dev/null 2>&1 || command -v amd-smi >/dev/null 2>&1; then \
 	echo unknown; fi)
-# Where PyTorch for that ROCm is. The pinned version is known to be built for 7.2; a GPU of type gfx950 needs 7.0.
-TORCH_INDEX ?= $(if $(ROCM),https://download.pytorch.org/whl/rocm$(patsubst unknown,7.2,$(ROCM)))
+# Where PyTorch for that ROCm is: where it was found last, else by the version. The pinned PyTorch is known to be built
+# for 7.2; a GPU of type gfx950 needs 7.0.
+TORCH_INDEX ?= $(if $(ROCM),$(or $(shell cat $(VENV)/.torch-index 2>/dev/null),$(strip \
+	https://download.pytorch.org/whl/rocm$(patsubst unknown,7.2,$(ROCM)))))
 TORCH_PIN := $(shell sed -n 's/^torch==//p' constraints.txt)
 EXTRAS := book,test,hf
 # On ROCm, that PyTorch is the build for it and that the package `triton`, CUDA's, does not lie over ROCm's own.
@@ -125,6 +127,7 @@ env: ## make the environment, or say that it is there
 		fi; \
 		$(PY) -m pip install -c constraints.txt -e '.[$(EXTRAS)]'; \
 		$(ROCM_BUILD) || { echo "error: $(VENV) $(NOT_ROCM): rm -rf $(VENV), then make again"; exit 1; }; \
+		echo "$(TORCH_INDEX)" > $(VENV)/.torch-index; \
 		echo "$(ENV_KEY)" > $(VENV)/.made-from; \
 	fi
 else
