@@ -13,6 +13,7 @@ from torch import Tensor
 
 import mxfp4
 from mxfp4.experiments.bench import attempt, gpu_seconds, torchao_to_mx
+from mxfp4.numerics import packed_ops
 from mxfp4.numerics.isa import orientation
 from mxfp4.numerics.kernels import quantize_matrix, quantize_torch
 from mxfp4.numerics.kernels.quantize_torch import Orientation
@@ -55,9 +56,11 @@ def rows(rivals: bool = True) -> Iterator[dict]:
     yield {"name": "copy", "who": "torch", "bytes_per_second": bandwidth}
     seed = torch.tensor(5, device=DEVICE)
 
-    def measured(call: Callable[[], list[Tensor]], correct: Callable[[list[Tensor]], bool | None]) -> dict:
+    def measured(
+        call: Callable[[], list[Tensor]], correct: Callable[[list[Tensor]], bool | None], inputs: tuple[Tensor, ...] = (x,)
+    ) -> dict:
         outputs = call()
-        right, moved = correct(outputs), nbytes(x, *outputs)
+        right, moved = correct(outputs), nbytes(*inputs, *outputs)
         del outputs
         seconds = gpu_seconds(call)
         return {"seconds": seconds, "bytes": moved, "ratio": moved / seconds / bandwidth, "correct": right}
@@ -66,6 +69,11 @@ def rows(rivals: bool = True) -> Iterator[dict]:
         call = lambda row=row, col=col: tensors(quantize_matrix(x[None], row, col, seed))
         is_twin = lambda outputs, row=row, col=col: _is_twin(x, row, col, seed)
         yield attempt(name, "mxfp4", lambda call=call, right=is_twin: measured(call, right))
+    q, (values, _) = mxfp4.quantize(x, scale_rule="even"), quantize_matrix(x[None], _V, None, None)[0]
+    call = lambda: [packed_ops.unpack(q.qdata, q.scale, q.elem, q.block, BF16)]
+    right = lambda outputs: _equal(outputs, [values])
+    yield attempt("unpacked", "mxfp4", lambda: measured(call, right, (q.qdata, q.scale)))
+    del q, values, call, right
     if rivals:
         for name, who, make in _rivals(x, seed):
             yield attempt(name, who, lambda make=make: measured(*make()))

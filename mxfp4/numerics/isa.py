@@ -226,6 +226,16 @@ def _gemm(elem: str, block: str, out_dtype: torch.dtype, accumulate: bool = Fals
     return build
 
 
+def _unpack(target: Arch):
+    from mxfp4.numerics.kernels import gemm_triton as k
+
+    packed = _operand(ROWS, INNER, "e2m1", "1d")
+    out = torch.empty((ROWS, INNER), dtype=torch.bfloat16, device="meta")
+    _, arguments, options = k.launch_unpack(packed, out)
+    moved = sum(t.numel() * t.element_size() for t in (packed.qdata, packed.scale, out))
+    return k._unpack_kernel, arguments, options, 2 * out.numel(), moved, f"{ROWS}x{INNER} -> bfloat16"
+
+
 _H16, _H32, _SR = orientation(16), orientation(32), orientation(16, stochastic=True)
 _VALUES, _SQUARE = orientation(16, dtype=torch.bfloat16), orientation(block="2d", scale_rule="rceil")
 # Kernels that no chip without FP4 matrix instructions is given: there the library's BF16 GEMM runs (`path.py`).
@@ -244,6 +254,7 @@ QUANTIZERS = {
     "quantize 2d, both": _quantize(_SQUARE, _SQUARE),
     "quantize mxfp8": _quantize(orientation(elem="e4m3"), None),
     "fake quantize h16, both": _quantize(_VALUES, _VALUES),
+    "unpack": _unpack,
 }
 KERNELS = {**GEMMS, **QUANTIZERS}
 

@@ -96,7 +96,5 @@ def test_a_single_row_unpacks():
     from mxfp4.numerics.kernels import gemm_triton as k
 
     packed = isa._operand(1, 32, "e2m1", "1d")
-    arguments = {"data": packed.qdata, "scale": packed.scale, "rows": 1, "K": 32}
-    arguments["out"] = torch.empty((1, 32), dtype=torch.bfloat16, device="meta")
-    options = {"BLOCKS": 128, "PER_BYTE": 2, "MBITS": 1, "BIAS": 1, "SCALE_ROWS": 1}
+    _, arguments, options = k.launch_unpack(packed, torch.empty((1, 32), dtype=torch.bfloat16, device="meta"))
     assert isa.compile_for(isa.ARCHS["sm_90"], k._unpack_kernel, arguments, options).asm["cubin"]

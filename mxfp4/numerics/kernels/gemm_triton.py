@@ -116,44 +116,47 @@ def launch(a: MXTensor, b: MXTensor, out: Tensor, accumulate: bool) -> tuple[tup
 
 
 @triton.jit
-def _unpack_kernel(data, scale, out, rows, K, BLOCKS: tl.constexpr, PER_BYTE: tl.constexpr, MBITS: tl.constexpr,
-                   BIAS: tl.constexpr, SCALE_ROWS: tl.constexpr):  # fmt: skip
-    """BLOCKS blocks of codes, and their scales, as values: each thread a block, or part of one."""
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+def _unpack_kernel(words, scale, out, count, K, WORDS: tl.constexpr, MBITS: tl.constexpr, BIAS: tl.constexpr,
+                   SCALE_ROWS: tl.constexpr):  # fmt: skip
+    """`count` 32-bit words of codes, eight E2M1 or four FP8 each, as values: a thread reads and writes whole words.
+
+    An element's exponent and mantissa, put where FP32 has its own, read as 2^(BIAS - 127) times its value, subnormals
+    included.
+    """
+    EACH: tl.constexpr = 8 if MBITS == 1 else 4
+    BITS: tl.constexpr = 32 // EACH
+    word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    inside = word < count
+    codes = tl.load(words + word, mask=inside, other=0)
+    block = word // (32 // EACH)
     per_row = K // 32
-    inside = block < tl.cast(rows, tl.int64) * per_row  # a single row comes as a Python integer
-    BYTES: tl.constexpr = 32 // PER_BYTE
-    codes = tl.load(data + block[:, None] * BYTES + tl.arange(0, BYTES)[None, :], mask=inside[:, None], other=0)
-    codes = codes.to(tl.int32)
-    if PER_BYTE == 2:
-        codes = tl.reshape(tl.join(codes & 0xF, codes >> 4), (BLOCKS, 32))
-    SIGN: tl.constexpr = 8 if PER_BYTE == 2 else 128
-    magnitude = codes & (SIGN - 1)
-    value = ((magnitude + ((127 - BIAS) << MBITS)) << (23 - MBITS)).to(tl.float32, bitcast=True)
-    below = magnitude.to(tl.float32) * (2.0 ** (1 - BIAS - MBITS))
-    value = tl.where(magnitude < (1 << MBITS), below, value)
-    byte = tl.load(scale + block // per_row // SCALE_ROWS * per_row + block % per_row, mask=inside, other=0).to(
-        tl.int32
-    )
+    byte = tl.load(scale + block // per_row // SCALE_ROWS * per_row + block % per_row, mask=inside, other=0).to(tl.int32)
     bits = tl.where(byte == 0, 0x00400000, byte << 23)  # 2^-127 is an FP32 subnormal
     bits = tl.where(byte == 255, 0x7FC00000, bits)
-    bits = bits[:, None] | tl.where(codes >= SIGN, -0x80000000, 0)
-    value = (value * bits.to(tl.float32, bitcast=True)).to(out.dtype.element_ty)
-    tl.store(out + block[:, None] * 32 + tl.arange(0, 32)[None, :], value, mask=inside[:, None])
+    shift = tl.arange(0, EACH)[None, :] * BITS
+    codes = codes[:, None] >> shift
+    sign = (codes << (32 - BITS)) & -0x80000000
+    magnitude = (codes & ((1 << (BITS - 1)) - 1)) << (23 - MBITS)
+    value = magnitude.to(tl.float32, bitcast=True) * (2.0 ** (127 - BIAS))
+    value = value * (bits[:, None] | sign).to(tl.float32, bitcast=True)
+    target = out + word[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    tl.store(target, value.to(out.dtype.element_ty), mask=inside[:, None])
 
 
 def unpack(x: MXTensor, dtype: torch.dtype) -> Tensor:
     """The values of `x` with its block axis last, in `dtype`: the twin is `MXTensor.dequantize`."""
-    fmt = elem_format(x.elem)
-    per_byte = 2 if fmt.bits == 4 else 1
-    *lead, width = x.qdata.shape
-    k, rows = width * per_byte, x.qdata.numel() // max(width, 1)
-    out = x.qdata.new_empty((*lead, k), dtype=dtype)
+    out = x.qdata.new_empty((*x.qdata.shape[:-1], x.qdata.shape[-1] * (2 if elem_format(x.elem).bits == 4 else 1)), dtype=dtype)
     if out.numel():
-        blocks = 128
+        grid, arguments, options = launch_unpack(x, out)
         with torch.cuda.device_of(out):
-            _unpack_kernel[(triton.cdiv(rows * k // BLOCK, blocks),)](
-                x.qdata.contiguous(), x.scale.contiguous(), out, rows, k, BLOCKS=blocks, PER_BYTE=per_byte, MBITS=fmt.mbits,
-                BIAS=fmt.bias, SCALE_ROWS=BLOCK if x.block == "2d" else 1,
-            )  # fmt: skip
+            _unpack_kernel[grid](**arguments, **options)
     return out
+
+
+def launch_unpack(x: MXTensor, out: Tensor) -> tuple[tuple[int], dict, dict]:
+    """(grid, arguments, constants and options) of the kernel: what `unpack` runs and `isa` compiles."""
+    fmt = elem_format(x.elem)
+    words = x.qdata.contiguous().view(torch.int32)
+    arguments = {"words": words, "scale": x.scale.contiguous(), "out": out, "count": words.numel(), "K": out.shape[-1]}
+    options = {"WORDS": 512, "MBITS": fmt.mbits, "BIAS": fmt.bias, "SCALE_ROWS": BLOCK if x.block == "2d" else 1}
+    return (triton.cdiv(words.numel(), options["WORDS"]),), arguments, options | {"num_warps": 4}
