@@ -1,16 +1,18 @@
 """MXFP4Linear: nn.Linear whose three GEMMs take operands quantized by a recipe, and `convert`, which puts it in.
 
 Nothing quantized outlives a forward and its backward, so an optimizer step, `p.data.copy_()` or `load_state_dict()`
-is always seen.
+is always seen. The exception is asked for: inside `weights_kept` the forwards share the quantized weights.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mxfp4.numerics import ops
 from mxfp4.numerics.formats import one_of
@@ -27,30 +29,37 @@ class _QuantizedLinear(torch.autograd.Function):
 
     The forward reads X and W once and prepares what the backward will need of them in place of the originals, packed
     where the chip multiplies packed operands or where `save` says so. Which gradients are wanted comes in as `wanted`
-    (of X, of W), as grad mode is always off in here.
+    (of X, of W), as grad mode is always off in here. `kept`, if given, holds what an earlier forward made of W.
     """
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, layer_recipe: Recipe, seed: Tensor | None, out_dtype, wanted, save="values"
-    ):
+        ctx, x: Tensor, weight: Tensor, layer_recipe: Recipe, seed: Tensor | None, out_dtype, wanted, save="values",
+        kept: dict | None = None,
+    ):  # fmt: skip
         operands = layer_recipe.operands()
-        w = weight.to(out_dtype)
-        ready, kept = [], []
+
+        def made_of(t: Tensor, name: str, back: str, needed: bool) -> tuple:
+            packed = prepared.runs_packed("fprop", layer_recipe, x.device)
+            if not needed:
+                return prepared.prepare(t, "fprop", name, layer_recipe, seed, packed), None
+            keep = prepared.runs_packed(back, layer_recipe, x.device) or (
+                save == "packed" and prepared.packable(operands[back, name])
+            )
+            return prepared.prepare_both(t, name, layer_recipe, seed, (packed, keep))
+
         with torch.autocast(x.device.type, enabled=False):
-            for t, name, back, needed in ((x, "x", "wgrad", wanted[1]), (w, "w", "dgrad", wanted[0])):
-                packed = prepared.runs_packed("fprop", layer_recipe, x.device)
-                if needed:
-                    keep = prepared.runs_packed(back, layer_recipe, x.device) or (
-                        save == "packed" and prepared.packable(operands[back, name])
-                    )
-                    now, later = prepared.prepare_both(t, name, layer_recipe, seed, (packed, keep))
-                else:
-                    now, later = prepared.prepare(t, "fprop", name, layer_recipe, seed, packed), None
-                ready.append(now)
-                kept.append(later)
-            y = prepared.multiply("fprop", *ready, layer_recipe, out_dtype)
-        tensors, ctx.plan = prepared.flatten(*kept)
+            x_now, x_later = made_of(x, "x", "wgrad", wanted[1])
+            if kept is None:
+                w_now, w_later = made_of(weight.to(out_dtype), "w", "dgrad", wanted[0])
+            else:
+                key = (weight.data_ptr(), weight._version, out_dtype, wanted[0])
+                if key not in kept:
+                    kept.clear()
+                    kept[key] = made_of(weight.to(out_dtype), "w", "dgrad", wanted[0])
+                w_now, w_later = kept[key]
+            y = prepared.multiply("fprop", x_now, w_now, layer_recipe, out_dtype)
+        tensors, ctx.plan = prepared.flatten(x_later, w_later)
         ctx.save_for_backward(*tensors, *([] if seed is None else [seed]))
         ctx.wanted, ctx.layer_recipe, ctx.x_dtype, ctx.w_dtype = wanted, layer_recipe, x.dtype, weight.dtype
         ctx.seeded = seed is not None
@@ -75,7 +84,7 @@ class _QuantizedLinear(torch.autograd.Function):
             if need_w:
                 accumulated = ctx.w_dtype if ctx.w_dtype == torch.bfloat16 else torch.float32
                 grad_w = prepared.multiply("wgrad", for_wgrad, x, layer_recipe, accumulated).to(ctx.w_dtype)
-        return grad_x, grad_w, None, None, None, None, None
+        return grad_x, grad_w, None, None, None, None, None, None
 
 
 class MXFP4Linear(nn.Linear):
@@ -95,6 +104,7 @@ class MXFP4Linear(nn.Linear):
     ):  # fmt: skip
         super().__init__(in_features, out_features, bias, **kw)
         self.save = one_of("save", save, prepared.SAVES)
+        self.kept: dict | None = None  # what forwards share of the quantized weight, inside `weights_kept`
         self._configure(recipe, fqn, seed, n_layers)
 
     @classmethod
@@ -125,6 +135,12 @@ class MXFP4Linear(nn.Linear):
         """The next call's seed, or None where the recipe draws nothing."""
         return ops.draw_seed(self.rng) if self.recipe.is_random else None
 
+    @property
+    def keepable(self) -> bool:
+        """Whether one quantized weight may serve several forwards: it takes no random numbers (nor QuEST's clip)."""
+        of_w = (op for (_, name), op in self.recipe.operands().items() if name == "w")
+        return not self.recipe.quest and not any(op.is_random for op in of_w)
+
     def forward(self, x: Tensor) -> Tensor:
         device = x.device.type
         autocast = torch.is_autocast_enabled(device)
@@ -140,7 +156,7 @@ class MXFP4Linear(nn.Linear):
         if self.recipe.quest:
             flat, weight = project(flat, out_dtype), project(weight, out_dtype)
         wanted = tuple(torch.is_grad_enabled() and t.requires_grad for t in (flat, weight))
-        y = _QuantizedLinear.apply(flat, weight, self.recipe, self.draw_seed(), out_dtype, wanted, self.save)
+        y = _QuantizedLinear.apply(flat, weight, self.recipe, self.draw_seed(), out_dtype, wanted, self.save, self.kept)
         y = y[:tokens].reshape(*x.shape[:-1], out_features)
         return y if self.bias is None else y + self.bias.to(out_dtype)
 
@@ -185,6 +201,32 @@ def set_step(model: nn.Module, step: int, forwards: int = 0) -> None:
     if counters:  # all of them in a launch or two
         torch._foreach_zero_(counters)
         torch._foreach_add_(counters, (step << 20) + forwards)
+
+
+@contextmanager
+def weights_kept(model: nn.Module) -> Iterator[None]:
+    """Quantize each weight once for all forwards inside: the parts of a step, the batches of an evaluation.
+
+    For layers that draw no random numbers for their weights; others draw new ones at every forward, as outside. The
+    results are the same. A changed weight is seen (an optimizer's step, load_state_dict, any operation in place), but
+    for one written through `.data` inside, whose version PyTorch does not count; nothing is kept after leaving. Costs
+    the quantized weights' memory; not for compiled layers, nor for FSDP, where it would keep every layer whole on each
+    rank.
+    """
+    layers = [m for m in model.modules() if isinstance(m, MXFP4Linear) and m.keepable]
+
+    def forget(*_) -> None:  # a fused optimizer's step does not count as a version either
+        for layer in layers:
+            layer.kept = {}
+
+    forget()
+    hook = register_optimizer_step_post_hook(forget)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for layer in layers:
+            layer.kept = None
 
 
 def _layer_key(seed: int, fqn: str) -> int:

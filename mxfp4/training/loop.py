@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from mxfp4.training.captured import CapturedStep
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.divergence import DivergenceWatch
 from mxfp4.training.evaluate import bits_per_byte, token_loss, token_losses, window_losses
-from mxfp4.training.linear import MXFP4Linear, convert, set_step
+from mxfp4.training.linear import MXFP4Linear, convert, set_step, weights_kept
 from mxfp4.training.model import Llama, build_model
 from mxfp4.training.parallel import Ranks, whole
 from mxfp4.training.optim import learning_rate, make_optimizer, set_learning_rate
@@ -196,7 +197,9 @@ class _Run:
         if compile and dense:
             for layer in self.model.layers:
                 layer.compile()
-        if capture and dense and self.ranks.size == 1:
+        self.keeps_weights = self.ranks.size == 1 and not (compile and dense)
+        self.captured = capture and dense and self.ranks.size == 1
+        if self.captured:
             self.update, self.losses_of = CapturedStep(self._update), CapturedStep(self.losses_of)
 
     def advance(self, probe: Probe | None) -> None:
@@ -243,15 +246,16 @@ class _Run:
         parts = batch.chunk(self.config.micro_batches)[mine.start : mine.stop]
         total = torch.zeros((), device=self.device)
         balance = torch.full((), math.nan if not self.config.model.n_experts else 0.0, device=self.device)
-        for i, part in enumerate(parts):
-            self.ranks.last_part(self.model, i == len(parts) - 1)
-            loss = objective = token_loss(self.model, part)
-            aux = self.model.balance_loss()
-            if aux is not None:
-                objective = loss + self.config.model.aux_loss_weight * aux
-                balance += aux.detach() / len(parts)
-            (objective / len(parts)).backward()
-            total += loss.detach() / len(parts)
+        with weights_kept(self.model) if self.keeps_weights and len(parts) > 1 else nullcontext():
+            for i, part in enumerate(parts):
+                self.ranks.last_part(self.model, i == len(parts) - 1)
+                loss = objective = token_loss(self.model, part)
+                aux = self.model.balance_loss()
+                if aux is not None:
+                    objective = loss + self.config.model.aux_loss_weight * aux
+                    balance += aux.detach() / len(parts)
+                (objective / len(parts)).backward()
+                total += loss.detach() / len(parts)
         return total, balance
 
     def fetch(self) -> None:
@@ -278,7 +282,9 @@ class _Run:
         batch_size = self.config.batch_size // self.config.micro_batches
         mine, _ = self.ranks.share(-(-len(self.eval_windows) // batch_size))
         set_step(self.model, self.step, mine.start + (self.config.micro_batches if self.step else 0))
-        self.window_losses = window_losses(self.model, self.eval_windows, batch_size, self.ranks, self.losses_of)
+        # A captured batch would keep what an earlier evaluation made of the weights.
+        with weights_kept(self.model) if self.keeps_weights and not self.captured else nullcontext():
+            self.window_losses = window_losses(self.model, self.eval_windows, batch_size, self.ranks, self.losses_of)
         loss = sum(self.window_losses) / len(self.window_losses)
         if self.step == 0:
             self.rows.append(self._row(0))

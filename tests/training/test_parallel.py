@@ -24,6 +24,7 @@ ARMS = {
     "random": {"recipe": "mxfp4+sr", "steps": 1},
     "signs, recomputed": {"recipe": "mxfp4+rht16", "steps": 1},
     "per tensor": {"recipe": "fp8", "steps": 1},
+    "compiled": {"recipe": "mxfp4+h16", "steps": 1},
     "experts, tied": {
         "recipe": "mxfp4+sr",
         "steps": 1,
@@ -43,10 +44,23 @@ def run(name, **options):
     return train(arm(name), corpus=CORPUS, device="cpu", progress=False, recompute_every=recompute, **options)
 
 
+def compiled(ranks, folder):
+    """Through the tracing of torch.compile alone: generated code has an arithmetic of its own."""
+    honest = torch.nn.Module.compile
+    torch.nn.Module.compile = lambda module: honest(module, backend="eager")
+    keep(ranks, folder / "compiled", run("compiled", compile=True))
+    torch.nn.Module.compile = honest
+    if ranks.rank == 0:
+        frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        torch.save(frames, folder / "graphs")
+
+
 
 def scenario(ranks, folder):
     for name in ARMS:
-        keep(ranks, folder / name, run(name))
+        if name != "compiled":
+            keep(ranks, folder / name, run(name))
+    compiled(ranks, folder)
     poisoned(ranks, folder)
 
 
@@ -95,6 +109,10 @@ def test_two_ranks_compute_what_one_computes(two_ranks, name):
     else:  # the errors of one step are the input of the next: a smooth model, few steps
         assert one.outcome["final_loss"] == pytest.approx(two["outcome"]["final_loss"], rel=1e-4)
     assert len(two["windows"]) == 5
+
+
+def test_sharded_blocks_share_their_compiled_code(two_ranks):
+    assert two_ranks["graphs"] == 2  # with gradients and without, not once a block
 
 
 def test_nan_on_one_rank_is_divergence_on_all(two_ranks):
