@@ -104,7 +104,7 @@ def _device() -> list[Check]:
     gpu = f"{len(names)} x {first.name}, {arch}, {first.total_memory / 2**30:.0f} GiB each, {stack}"
     path = matmul_path("cuda:0")
     if path == "native":
-        return [Check("device", "ok", gpu), Check("path", "ok", f"native: MXFP4 and MXFP8 GEMMs on {arch}")]
+        return [Check("device", "ok", gpu), Check("path", "ok", f"native: MXFP4, MXFP8 and FP8 GEMMs on {arch}")]
     why = f"{arch} has no MXFP4 matrix instructions; gfx950 (MI350X, MI355X) and sm_100 have"
     return [
         Check("device", "ok", gpu),

@@ -51,7 +51,7 @@ def _draw_seed_shape(counter):
     return counter.new_empty(())
 
 
-_FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def scaled_fp8(x: Tensor, scale: Tensor, elem: str, dtype: torch.dtype) -> Tensor:
@@ -62,7 +62,7 @@ def scaled_fp8(x: Tensor, scale: Tensor, elem: str, dtype: torch.dtype) -> Tenso
         return fp8_triton.scaled_fp8(x, scale, elem, dtype)
     if x.device.type == "cpu" and quantize_cpu.kernel() is not None:
         return quantize_cpu.scaled_fp8(x, scale, elem).to(dtype)
-    return (x.float() * scale).to(_FP8[elem]).to(dtype)
+    return (x.float() * scale).to(FP8[elem]).to(dtype)
 
 
 def fp8_scale(x: Tensor, elem: str) -> Tensor:

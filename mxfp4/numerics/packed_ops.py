@@ -1,7 +1,7 @@
 """What is done with packed operands, as torch operators opaque to torch.compile: multiply, unpack, turn.
 
 A packed matrix [R, K] is codes (uint8 [R, K / 2] for E2M1, else [R, K]) and E8M0 bytes (uint8 [R, K / 32], for 2D
-blocks [R / 32, K / 32]). Each runs in Triton on a GPU and in torch on the CPU, where Triton interprets the GEMM.
+blocks [R / 32, K / 32]), or FP8 codes and one FP32 factor for the tensor, its block then called "tensor". Each runs in Triton on a GPU and in torch on the CPU, where Triton interprets the GEMM.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mxfp4.numerics.formats import ELEMS, pack_nibbles
 from mxfp4.numerics.kernels import HAS_TRITON
+from mxfp4.numerics.ops import FP8, fp8_scale, scaled_fp8
 from mxfp4.numerics.tensor import MXTensor
 
 _library = torch.library.Library("mxfp4", "FRAGMENT")
@@ -18,6 +19,9 @@ _library.define("unpack(Tensor qdata, Tensor scale, str elem, str block, ScalarT
 _library.define("turn(Tensor qdata, str elem) -> Tensor")
 _operand = "Tensor {0}, Tensor {0}_scale, str {0}_elem, str {0}_block"
 _library.define(f"gemm_packed({_operand.format('a')}, {_operand.format('b')}, ScalarType dtype) -> Tensor")
+_library.define("fp8_codes(Tensor x, str elem) -> (Tensor, Tensor)")
+_fp8 = "Tensor {0}, Tensor {0}_factor, str {0}_elem"
+_library.define(f"gemm_fp8({_fp8.format('a')}, {_fp8.format('b')}, ScalarType dtype) -> Tensor")
 
 
 def _per_byte(elem: str) -> int:
@@ -30,6 +34,8 @@ def _wrap(qdata: Tensor, scale: Tensor, elem: str, block: str) -> MXTensor:
 
 @torch.library.impl(_library, "unpack", "CompositeExplicitAutograd")
 def _unpack(qdata, scale, elem, block, dtype, late=False):
+    if block == "tensor":
+        return qdata.view(FP8[elem]).to(dtype)
     x = _wrap(qdata, scale, elem, block)
     if qdata.is_cuda and HAS_TRITON:
         from mxfp4.numerics.kernels import gemm_triton
@@ -72,10 +78,37 @@ def _gemm_packed_shape(a, a_scale, a_elem, a_block, b, b_scale, b_elem, b_block,
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
 
-# Values [R, K] in `dtype`. `late` changes nothing but the call: a compiler would merge a backward's with its forward's,
+@torch.library.impl(_library, "fp8_codes", "CompositeExplicitAutograd")
+def _fp8_codes(x, elem):
+    scale = fp8_scale(x, elem)
+    value = scaled_fp8(x, scale, elem, torch.bfloat16)  # which holds FP8 exactly
+    return value.to(FP8[elem]).contiguous().view(torch.uint8), 1.0 / scale
+
+
+@torch.library.register_fake("mxfp4::fp8_codes", lib=_library)
+def _fp8_codes_shape(x, elem):
+    return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty((), dtype=torch.float32)
+
+
+@torch.library.impl(_library, "gemm_fp8", "CompositeExplicitAutograd")
+def _gemm_fp8(a, a_factor, a_elem, b, b_factor, b_elem, dtype):
+    a, b = a.view(FP8[a_elem]), b.view(FP8[b_elem])
+    return torch._scaled_mm(a, b.t(), scale_a=a_factor, scale_b=b_factor, out_dtype=dtype, use_fast_accum=False)
+
+
+@torch.library.register_fake("mxfp4::gemm_fp8", lib=_library)
+def _gemm_fp8_shape(a, a_factor, a_elem, b, b_factor, b_elem, dtype):
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
+# Values [R, K] in `dtype`, a tensor's factor left aside. `late` changes nothing but the call: a compiler would merge a backward's with its forward's,
 # and keep the values in between.
 unpack = torch.ops.mxfp4.unpack.default
 # The codes of [R, K] packed along R, as [K, R / 2]: for square blocks, whose scales need only be transposed.
 turn = torch.ops.mxfp4.turn.default
 # [M, K] x [N, K] -> [M, N] in FP32 or BF16, by the chip's own FP4 and FP8 units.
 gemm_packed = torch.ops.mxfp4.gemm_packed.default
+# A tensor as FP8 codes (uint8, its shape) under one scale, and the FP32 factor that undoes it.
+fp8_codes = torch.ops.mxfp4.fp8_codes.default
+# [M, K] x [N, K] -> [M, N] of two such tensors, factors applied, by the library; K and N multiples of 16.
+gemm_fp8 = torch.ops.mxfp4.gemm_fp8.default

@@ -131,17 +131,21 @@ def both_operands(t: Tensor, name: str, layer_recipe: Recipe, seed: Tensor | Non
         value, turned = fake_quantize_pair(t, row, col, seed=seed, dtype=gemm_dtype(t.device))
         return (value, None), (turned.t(), None)
     value, factor = one = operand(t, first, name, layer_recipe, seed)
-    if ops[first, name] == ops[second, name] and _serves_both(ops[first, name]):
+    if ops[first, name] == ops[second, name] and serves_both(ops[first, name]):
         return one, (value.t(), factor)
     if layer_recipe.requantize and name != "g":
         t = value if factor is None else value * factor
     return one, operand(t, second, name, layer_recipe, seed)
 
 
-def _serves_both(op: Operand) -> bool:
+def per_tensor(op: Operand) -> bool:
+    """Whether an operand is FP8 codes and one scale, the same along both axes."""
+    return op.format == "fp8" and op.rounding == "nearest" and op.hadamard is None
+
+
+def serves_both(op: Operand) -> bool:
     """Whether an operand's transpose is what its sister GEMM sees."""
-    per_tensor = op.format == "fp8" and op.rounding == "nearest" and op.hadamard is None
-    return op.transposable or per_tensor
+    return op.transposable or per_tensor(op)
 
 
 def one_read(op: Operand) -> bool:

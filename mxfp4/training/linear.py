@@ -92,9 +92,9 @@ class MXFP4Linear(nn.Linear):
 
     recipe: a recipe's name or a Recipe; `fqn`: the layer's full name, which picks the recipe's overrides and, with
     `n_layers`, whether it belongs to a tail in BF16, and with `seed`, the layer's random numbers. Every forward draws
-    new ones; `set_step` makes them a function of the step. `save`: how MX operands wait for the backward on chips that
-    do not multiply them packed: as "values" (2 bytes an element on a GPU) or "packed" (0.53, unpacked in the backward);
-    the results are the same.
+    new ones; `set_step` makes them a function of the step. `save`: how MX and FP8 operands wait for the backward on
+    chips that do not multiply them packed: as "values" (2 bytes an element on a GPU) or "packed" (0.53, FP8 1, unpacked
+    in the backward); the results are the same.
     Raises ValueError where a feature size is not a multiple of what the recipe's blocks and rotations need.
     """
 

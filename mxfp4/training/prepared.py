@@ -1,9 +1,10 @@
 """Operands as a layer multiplies and keeps them: values, or packed codes and scales.
 
-A chip with FP4 units multiplies packed MX operands as they are. Everywhere else a GEMM reads values (`gemms.py`), and
-packed is how the backward's operands can wait for it: 0.53 bytes an element in place of 2, unpacked when they are
-needed, the same values. What has no packed form (high precision, FP8 with a scale a tensor, NVFP4, rotations along
-both axes, the prescale) is held as values on every chip, and so is the partner of such an operand in its GEMM.
+A chip with FP4 units multiplies packed MX operands as they are, and FP8 with a scale a tensor through the library.
+Everywhere else a GEMM reads values (`gemms.py`), and packed is how the backward's operands can wait for it: 0.53 bytes
+an element (FP8: 1) in place of 2, unpacked when they are needed, the same values. What has no packed form (high
+precision, NVFP4, rotations along both axes, the prescale) is held as values on every chip, and so is the partner of
+such an operand in its GEMM.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from mxfp4.numerics.matmul import as_dtype, gemm_dtype
 from mxfp4.numerics.path import matmul_path
 from mxfp4.numerics.quantize import quantize, quantize_pair, values_and_packed
 from mxfp4.numerics.tensor import MXTensor
-from mxfp4.training.gemms import AXES, both_operands, how, one_read, operand, product, stream_of
+from mxfp4.training.gemms import AXES, both_operands, how, one_read, operand, per_tensor, product, serves_both, stream_of
 from mxfp4.training.recipe import GEMMS, TENSORS, Operand, Recipe
 
 SAVES = ("values", "packed")
+FP8_MULTIPLE = 16
+"""What the library's FP8 GEMM wants the contracted size and the columns to be multiples of."""
 
 
 class Values(NamedTuple):
@@ -32,7 +35,10 @@ class Values(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Codes and E8M0 bytes, the contraction axis last unless `turned`: square blocks, stored along the other axis."""
+    """Codes and E8M0 bytes, the contraction axis last unless `turned`: square blocks, stored along the other axis.
+
+    Block "tensor": FP8 codes, and as `scale` the FP32 factor that undoes the tensor's one scale.
+    """
 
     qdata: Tensor
     scale: Tensor
@@ -46,13 +52,14 @@ Prepared = Values | Packed
 
 def packable(op: Operand) -> bool:
     """Whether codes and scales are all there is to an operand."""
-    return op.is_mx and not op.two_sided and not op.prescaled
+    return per_tensor(op) or (op.is_mx and not op.two_sided and not op.prescaled)
 
 
 def runs_packed(which: str, layer_recipe: Recipe, device: torch.device) -> bool:
     """Whether GEMM `which` takes packed operands on `device`."""
     pair = getattr(layer_recipe, which)
-    return matmul_path(device) == "native" and packable(pair.a) and packable(pair.b)
+    alike = pair.a.is_mx == pair.b.is_mx and not (per_tensor(pair.a) and pair.a.elem == pair.b.elem == "e5m2")
+    return matmul_path(device) == "native" and packable(pair.a) and packable(pair.b) and alike
 
 
 def prepare(t: Tensor, which: str, name: str, layer_recipe: Recipe, seed: Tensor | None, packed: bool) -> Prepared:
@@ -60,6 +67,8 @@ def prepare(t: Tensor, which: str, name: str, layer_recipe: Recipe, seed: Tensor
     if not packed:
         return Values(*operand(t, which, name, layer_recipe, seed))
     op, axis = layer_recipe.operands()[which, name], AXES[which, name]
+    if per_tensor(op):
+        return Packed(*packed_ops.fp8_codes(t, op.elem), op.elem, "tensor", axis != -1)
     along = -1 if op.transposable else axis
     q = quantize(t, axis=along, seed=seed, **how(op, stream_of(which, name, layer_recipe)))
     return _packed(q, turned=along != axis)
@@ -78,7 +87,7 @@ def prepare_both(
     first, second = (g for g in GEMMS if name in TENSORS[g])
     one, two = (layer_recipe.operands()[g, name] for g in (first, second))
     dtype = gemm_dtype(t.device)
-    if one == two and one.transposable:  # one quantization serves both
+    if one == two and serves_both(one):  # one quantization serves both
         made = prepare(t, first, name, layer_recipe, seed, True)
         both = made, made._replace(turned=True)
         return tuple(p if keep else unpacked(p, dtype) for p, keep in zip(both, packed, strict=True))
@@ -101,13 +110,7 @@ def unpacked(x: Prepared, dtype: torch.dtype, late: bool = False) -> Values:
     if isinstance(x, Values):
         return x
     value = packed_ops.unpack(x.qdata, x.scale, x.elem, x.block, dtype, late)
-    return Values(value.t() if x.turned else value, None)
-
-
-def _along_k(x: Packed) -> tuple[Tensor, Tensor, str, str]:
-    if x.turned:
-        return packed_ops.turn(x.qdata, x.elem), x.scale.t().contiguous(), x.elem, x.block
-    return x.qdata, x.scale, x.elem, x.block
+    return Values(value.t() if x.turned else value, x.scale if x.block == "tensor" else None)
 
 
 def multiply(which: str, a: Prepared, b: Prepared, layer_recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
@@ -115,9 +118,22 @@ def multiply(which: str, a: Prepared, b: Prepared, layer_recipe: Recipe, out_dty
     device = (a.value if isinstance(a, Values) else a.qdata).device
     if isinstance(a, Packed) and isinstance(b, Packed) and matmul_path(device) == "native":
         dtype = out_dtype if out_dtype in (torch.float32, torch.bfloat16) else torch.float32
-        return as_dtype(packed_ops.gemm_packed(*_along_k(a), *_along_k(b), dtype), out_dtype)
+        per_tensor_scales = a.block == "tensor"
+        a, b = _along_k(a), _along_k(b)
+        if not per_tensor_scales:
+            return as_dtype(packed_ops.gemm_packed(*a[:4], *b[:4], dtype), out_dtype)
+        if a.qdata.shape[1] % FP8_MULTIPLE == 0 and b.qdata.shape[0] % FP8_MULTIPLE == 0:
+            return as_dtype(packed_ops.gemm_fp8(*a[:3], *b[:3], dtype), out_dtype)
     a, b = (unpacked(x, gemm_dtype(device), late=which != "fprop") for x in (a, b))
     return product(which, a, b, layer_recipe, out_dtype)
+
+
+def _along_k(x: Packed) -> Packed:
+    """`x` with its contraction axis last in memory."""
+    if not x.turned:
+        return x
+    scale = x.scale if x.block == "tensor" else x.scale.t().contiguous()
+    return Packed(packed_ops.turn(x.qdata, x.elem), scale, x.elem, x.block, False)
 
 
 def flatten(*parts: Prepared | None) -> tuple[list[Tensor], list]:

@@ -96,6 +96,13 @@ def native(monkeypatch):
         return gemm(a, b, out)
 
     monkeypatch.setattr(prepared, "matmul_path", torch.compiler.assume_constant_result(lambda device: "native"))
+    def scaled_mm(a, b, **kw):
+        assert kw["use_fast_accum"] is False
+        calls.append("fp8")
+        return scaled_mm_of_torch(a, b, **kw)
+
+    scaled_mm_of_torch = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     fake = type("gemm_triton", (), {"gemm": staticmethod(counted)})
     monkeypatch.setattr(package, "gemm_triton", fake, raising=False)
     return calls
@@ -107,6 +114,7 @@ PACKED_GEMMS = {
     "mxfp4+sr": 3, "mxfp4+rht16": 3, "mxfp4+2d": 3, "mxfp4+2d+h16": 3, "mxfp4+2d+hh16": 0, "ti2d": 3, "nvfp4": 0,
     "tseng": 0, "tetrajet": 3, "quartet": 0,
 }  # fmt: skip
+FP8_GEMMS = {"fp8": 3, "mxfp4-fprop": 2, "mxfp4-dgrad+h16": 2, "mxfp4-wgrad+sr": 2}
 
 
 @needs_dot_scaled
@@ -114,6 +122,8 @@ PACKED_GEMMS = {
 @pytest.mark.parametrize("name, fqn", [*((name, WO) for name in NAMES), ("ti2d", WQ)])
 def test_a_native_chip_multiplies_packed_operands_to_the_emulated_result(name, fqn, native, monkeypatch):
     ours = run(layer(name, fqn))
+    assert native.count("fp8") == FP8_GEMMS.get(name, 0)
+    native = [call for call in native if call != "fp8"]
     assert len(native) == PACKED_GEMMS[name]
     assert set(native) <= ({("e4m3", "e4m3")} if fqn == WQ else {("e2m1", "e2m1")})
     monkeypatch.undo()
@@ -140,7 +150,15 @@ def test_native_takes_odd_tokens_mixed_elements_and_a_compiler(native, monkeypat
         assert relative(a, b) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["mxfp4+h16", "mxfp4+sr", "mxfp4+2d+sr", "mxfp4-fprop", "tetrajet", "ti2d"])
+def test_fp8_units_are_not_asked_for_sizes_that_they_refuse(native, monkeypatch):
+    ours = run(layer("fp8"), tokens=33)
+    assert native == ["fp8", "fp8"]  # Wgrad contracts 33
+    monkeypatch.undo()
+    for a, b in zip(ours, run(layer("fp8"), tokens=33), strict=True):
+        assert relative(a, b) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp4+h16", "mxfp4+sr", "mxfp4+2d+sr", "mxfp4-fprop", "tetrajet", "ti2d"])
 @pytest.mark.parametrize("tensor", ["x", "w", "g"])
 @pytest.mark.parametrize("packed", [(True, True), (False, True), (True, False)])
 def test_every_way_to_prepare_a_tensor_gives_the_same_values(name, tensor, packed):
@@ -149,9 +167,10 @@ def test_every_way_to_prepare_a_tensor_gives_the_same_values(name, tensor, packe
     which = [g for g in ("fprop", "dgrad", "wgrad") if tensor in ("xw", "gw", "gx")[("fprop", "dgrad", "wgrad").index(g)]]
     packed = tuple(p and prepared.packable(chosen.operands()[g, tensor]) for p, g in zip(packed, which, strict=True))
     made = prepared.prepare_both(t, tensor, chosen, seed, packed)
-    for one, keep, (value, _) in zip(made, packed, both_operands(t, tensor, chosen, seed), strict=True):
+    for one, keep, (value, factor) in zip(made, packed, both_operands(t, tensor, chosen, seed), strict=True):
         assert isinstance(one, prepared.Packed) == keep
-        assert torch.equal(prepared.unpacked(one, torch.float32).value, value)
+        ours = prepared.unpacked(one, torch.float32)
+        assert torch.equal(ours.value, value) and ours.factor == factor
 
 
 @pytest.mark.parametrize("elem", sorted(ELEMS))
