@@ -28,13 +28,15 @@ def train_arm(
     on_step: Callable[[int], None] | None = None,
     stop: Callable[[], bool] | None = None,
     keep_weights: bool = False,
+    arms_on_device: int = 1,
     **execution,
 ) -> str:
     """Train one arm into the store: "finished", "diverged", "paused", or "busy" when another process is at it.
 
     keep_weights: leave the trained weights too; an arm that has a record and no weights is trained again, and keeps its
-    record. execution: `compile`, `capture`, `recompute_every` of `train`. On several ranks all call it alike; rank 0 holds the
-    lock and writes the record.
+    record. arms_on_device: how many train there at a time, this one included; the record's timings say so. execution:
+    `compile`, `capture`, `recompute_every` of `train`. On several ranks all call it alike; rank 0 holds the lock and
+    writes the record.
     """
     device = torch.device(device) if device is not None else default_device()
     if device.index is not None:
@@ -58,6 +60,7 @@ def train_arm(
                 config, corpus=corpus, device=device, checkpoint_dir=folder, on_step=on_step, probe=probe,
                 progress=False, stop=stop, **execution,
             )  # fmt: skip
+            result.timings["arms_on_device"] = arms_on_device
             status = result.outcome["status"]
             if status == "paused":
                 return status

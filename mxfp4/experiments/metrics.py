@@ -32,6 +32,7 @@ from mxfp4.experiments.effect import (
     widened,
 )  # fmt: skip
 from mxfp4.experiments.probe_metrics import predicts_loss, probe, probe_difference
+from mxfp4.experiments.store import Record
 from mxfp4.experiments.study import Study
 
 ARM_ARGUMENTS = ("arm", "against", "reference", "arms", "probed", "probed_against")
@@ -256,9 +257,18 @@ def end_to_end(study: Study, *, arm: str, reference: str = "fp8", at: float = AT
 
 
 def throughput_ratio(study: Study, *, arm: str, against: str) -> Effect:
-    """Training tokens a second of `arm` over those of `against`, as timed."""
-    a, b = ({s: r.timings.get("tokens_per_second") for s, r in study.arms[n].items()} for n in (arm, against))
-    return estimate({s: a[s] / b[s] if a[s] and b[s] else math.nan for s in a.keys() & b.keys()}, "ratio")
+    """Training tokens a second of `arm` over those of `against`, of records that had their device to themselves."""
+    a, b = ({s: speed(r) for s, r in study.arms[n].items()} for n in (arm, against))
+    ratios = {s: a[s] / b[s] for s in a.keys() & b.keys() if not math.isnan(a[s] / b[s])}
+    if not ratios:
+        raise NoEffect("no records that were alone on their device")
+    return estimate(ratios, "ratio")
+
+
+def speed(record: Record) -> float:
+    """Training tokens a second; NaN where other arms shared the device, or the run was too short to time."""
+    alone = record.timings.get("arms_on_device") == 1
+    return record.timings["tokens_per_second"] or math.nan if alone else math.nan
 
 
 METRICS: dict[str, Callable[..., Effect]] = {

@@ -118,6 +118,7 @@ class Pool:
         self.waiting_for: set[str] = set()
         self.closed: Callable[[], bool] = lambda: False  # whether no further arm is begun
         self.execution = plan.scale.execution()  # how each is trained
+        self.execution["arms_on_device"] = sum(place == places[0] for place in places)
 
     def run(self, missing: list[tuple[TrainConfig, int]], stop: Callable[[], bool]) -> None:
         """Train `missing`, (arm, step of its checkpoint) each, until `stop`."""

@@ -173,6 +173,21 @@ def test_end_to_end_is_p1s_arithmetic(tmp_path):
     )  # an overhead without a known end leaves a gain without a lower one
 
 
+def test_only_arms_that_had_their_device_alone_are_compared_in_speed(tmp_path):
+    store = Store(tmp_path)
+    for seed, shared in ((0, 1), (1, 1), (2, 3)):
+        put(store, config("mxfp4+h16", seed), speed=1080.0 if shared == 1 else 400.0, arms_on_device=shared)
+        put(store, config("mxfp4+h32", seed), speed=1000.0, arms_on_device=shared)
+    (study,) = studies(store.load())
+    effect = metrics.throughput_ratio(study, arm="mxfp4+h16", against="mxfp4+h32")
+    assert effect.value == pytest.approx(1.08) and effect.seeds == (0, 1)
+    put(Store(tmp_path / "shared"), config("mxfp4+h16", 0), arms_on_device=2)
+    put(Store(tmp_path / "shared"), config("mxfp4+h32", 0), arms_on_device=2)
+    (crowded,) = studies(Store(tmp_path / "shared").load())
+    with pytest.raises(NoEffect, match="alone on their device"):
+        metrics.throughput_ratio(crowded, arm="mxfp4+h16", against="mxfp4+h32")
+
+
 @pytest.mark.parametrize(
     "metric, arguments, said",
     [
