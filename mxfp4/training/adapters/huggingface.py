@@ -11,8 +11,8 @@ programs read. It needs no transformers. The model is ours in FP32 (or BF16), no
 not how it multiplied. To evaluate with the recipe's forward, convert what was loaded and hand it over:
 `lm_eval.models.huggingface.HFLM(pretrained=mxfp4.convert(model, recipe), tokenizer=...)`.
 
-Both turn RoPE's halves in the same way, so no rows are permuted. Dense models become Llama, mixtures of experts
-Mixtral; TrainConfig's own terms (aux_loss_weight) go along where the format has a name for them.
+Both turn RoPE's halves in the same way, so no rows are permuted. Dense models become Llama, mixtures of experts Mixtral
+(whose own layers keep the experts in one tensor, which `convert` does not reach).
 """
 
 from __future__ import annotations
