@@ -99,7 +99,7 @@ def _try(metric: str, study: Study, **arguments) -> Effect | None:
 def _overhead_text(effect: Effect | None) -> str:
     if effect is None:
         return "–"
-    if math.isinf(effect.high):
+    if metrics.is_bound(effect):
         return f"more than {100 * (effect.value if math.isnan(effect.low) else effect.low):.0f}"
     return effect_text(effect, unit=False)
 
@@ -184,10 +184,8 @@ def overhead_points(study: Study, *, at: float = metrics.AT) -> pd.DataFrame:
         )
         effect = _try("overhead", study, arm=row.recipe, at=at)
         if effect is not None:
-            reached = math.isfinite(effect.high) or math.isnan(effect.high)
-            low, high = (
-                100 * x if math.isfinite(x) else 100 * effect.value for x in (effect.low, effect.high)
-            )
+            reached = not metrics.is_bound(effect)
+            low, high = _ends_of(effect, at)
             rows.append(
                 {
                     "label": label,
@@ -244,6 +242,13 @@ def _span(effect: Effect) -> dict:
     return dict(zip(_SPAN, (effect.value, low, high, len(effect.seeds), effect_text(effect)), strict=True))
 
 
+def _ends_of(effect: Effect, at: float) -> tuple[float, float]:
+    """Ends of an overhead's interval for a chart, percent: an open one ends where the budget does, an unknown one is 0 long."""
+    if math.isnan(effect.low):
+        return 100 * effect.value, 100 * effect.value
+    return 100 * effect.low, 100 * (effect.high if math.isfinite(effect.high) else max(1 / at - 1, effect.value))
+
+
 def target_frame(
     study: Study, arms: Sequence[str], *, reference: str = "fp8", ats: Sequence[float]
 ) -> pd.DataFrame:
@@ -255,10 +260,9 @@ def target_frame(
     for arm in (a for a in arms if a != reference and not study.diverged(a)):
         for at in ats:
             e = _try("overhead", study, arm=arm, reference=reference, at=at)
-            if e is not None and (math.isfinite(e.high) or math.isnan(e.high)):
-                low, high = (e.low, e.high) if math.isfinite(e.low) else (e.value, e.value)
-                spans = {"overhead": 100 * e.value, "low": 100 * low, "high": 100 * high}
-                rows.append({"arm": arm, "at": 100 * at, **spans})
+            if e is not None and not metrics.is_bound(e):
+                low, high = _ends_of(e, at)
+                rows.append({"arm": arm, "at": 100 * at, "overhead": 100 * e.value, "low": low, "high": high})
     return pd.DataFrame(rows, columns=["arm", "at", "overhead", "low", "high"])
 
 

@@ -41,6 +41,14 @@ AT = 0.7
 """Default share of the reference's budget at which the target loss is read: leaves room for 43 % overhead."""
 
 
+MISSED = "does not reach the target in its budget"
+
+
+def is_bound(effect: Effect) -> bool:
+    """Whether an overhead is only known to exceed what the budget allowed, as the arm missed the target."""
+    return MISSED in effect.note
+
+
 def target_loss(study: Study, reference: str, at: float) -> float:
     """The loss, nats a token, at which overheads are read: see the module's docstring."""
     if study.config.stop_at_target:
@@ -81,7 +89,7 @@ def _overheads(study: Study, arm: str, reference: str, target: float) -> dict[in
 def _bounded(effect: Effect, above: list[str], below: list[str]) -> Effect:
     """Open the interval upwards for arms of `above` that missed the target, downwards for those of
     `below`."""
-    parts = [f"{arm} does not reach the target in its budget" for arm in (*above, *below)]
+    parts = [f"{arm} {MISSED}" for arm in (*above, *below)]
     note = "; ".join(p for p in (effect.note, *parts) if p)
     high = math.inf if above else effect.high
     low = -math.inf if below else effect.low

@@ -8,7 +8,7 @@ import pytest
 from fake_studies import config, fill, put
 
 from mxfp4.errors import UserError
-from mxfp4.experiments import curves, figures, logs, published
+from mxfp4.experiments import curves, figures, logs, metrics, published
 from mxfp4.experiments.charts import render
 from mxfp4.experiments.evidence import Sources, gather, gather_each
 from mxfp4.experiments.rounding_bias import PRESCALED, bias_summary, sr_bias_frame
@@ -206,3 +206,18 @@ def test_scatter_is_what_arm_and_seed_do_not_explain(tmp_path):
     assert (arms, seeds) == (3, 2) and sd == pytest.approx(math.sqrt((2 * 0.0066667**2 + 0.0133333**2) / 2 / 2), rel=1e-3)
     assert f"{sd:.4f} nats" in curves.scatter_text(study) and "takes 8 seeds" in curves.scatter_text(study)
     assert curves.scatter(study, reference="bf16") is None and "too few" in curves.scatter_text(study, reference="bf16")
+
+
+def test_an_interval_that_is_open_by_chance_is_not_printed_as_a_bound(tmp_path):
+    """Both arms reach the target, one so late that resamples of its windows do not."""
+    store, late = Store(tmp_path), 1 / 0.85
+    for seed in range(3):
+        put(store, config("fp8", seed), windows=(-0.3, 0.3))
+        put(store, config("mxfp4", seed), slowdown=0.99 * late, windows=(0.3, -0.3))
+    (study,) = studies(store.load())
+    effect = metrics.overhead(study, arm="mxfp4", at=0.85)
+    assert effect.high == math.inf and not metrics.is_bound(effect) and "in some resamples" in effect.note
+    text = curves.arms_frame(study, ["mxfp4"], ats=[0.85])[curves.at_column(0.85)].iloc[0]
+    assert text.startswith("+1") and text.endswith("∞]")
+    row = curves.target_frame(study, ["mxfp4"], ats=[0.85]).iloc[0]
+    assert row["high"] == pytest.approx(100 * (1 / 0.85 - 1))
