@@ -213,11 +213,11 @@ def test_an_interval_that_is_open_by_chance_is_not_printed_as_a_bound(tmp_path):
     store, late = Store(tmp_path), 1 / 0.85
     for seed in range(3):
         put(store, config("fp8", seed), windows=(-0.3, 0.3))
-        put(store, config("mxfp4", seed), slowdown=0.99 * late, windows=(0.3, -0.3))
+        put(store, config("mxfp4", seed), slowdown=0.95 * late, windows=(0.3, -0.3))
     (study,) = studies(store.load())
     effect = metrics.overhead(study, arm="mxfp4", at=0.85)
     assert effect.high == math.inf and not metrics.is_bound(effect) and "in some resamples" in effect.note
     text = curves.arms_frame(study, ["mxfp4"], ats=[0.85])[curves.at_column(0.85)].iloc[0]
-    assert text.startswith("+1") and text.endswith("∞]")
+    assert not text.startswith("more than") and text.endswith("∞]")
     row = curves.target_frame(study, ["mxfp4"], ats=[0.85]).iloc[0]
     assert row["high"] == pytest.approx(100 * (1 / 0.85 - 1))
