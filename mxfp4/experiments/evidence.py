@@ -64,15 +64,39 @@ class Evidence:
         if self.study is None:
             parts.append(f"Not run yet at this scale; <code>{html.escape(self.command)}</code> runs it.")
         elif self.missing:
-            parts.append(
-                f"Partial: {len(self.missing)} of {len(self.plan.arms)} arms are missing; "
-                f"<code>{html.escape(self.command)}</code> adds them."
-            )
+            parts.append(self.partial.text())
         return f'<div class="mx-evidence"><p>{" ".join(parts)}</p>{_folded(names)}</div>'
+
+    @property
+    def partial(self) -> Partial:
+        """A note that the page is partial; it shows nothing where no arm is missing."""
+        return Partial(len(self.missing), len(self.plan.arms), self.command)
 
     def __repr__(self) -> str:
         names = self.study.names(*self.arms) if self.study else []
         return f"{self.study.describe() if self.study else 'no records yet'}: {', '.join(names)}"
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The one way in which a page says that it was made from a part of its runs."""
+
+    missing: int
+    arms: int
+    command: str
+
+    def text(self) -> str:
+        return (
+            f"<strong>Partial page</strong>: {self.missing} of {self.arms} arms are missing, so means, orders and "
+            f"verdicts may still change; <code>{html.escape(self.command)}</code> adds them, "
+            "<code>mxfp4 status</code> says what is in work."
+        )
+
+    def _repr_html_(self) -> str:
+        return f'<div class="mx-evidence"><p>{self.text()}</p></div>' if self.missing else ""
+
+    def __repr__(self) -> str:
+        return f"partial: {self.missing} of {self.arms} arms are missing" if self.missing else ""
 
 
 class Sources:
@@ -118,6 +142,12 @@ def gather(
     arms = tuple(config for part in parts for config in part.plan.arms)
     missing = tuple(arm for part in parts for arm in part.missing)
     return replace(parts[0], plan=replace(parts[0].plan, arms=arms), missing=missing)
+
+
+def partial_of(parts: Sequence[Evidence]) -> Partial:
+    """The note for a page that shows several settings of one plan."""
+    missing, arms = (sum(len(x) for x in lists) for lists in ([p.missing for p in parts], [p.plan.arms for p in parts]))
+    return Partial(missing, arms, parts[0].command if parts else "")
 
 
 def gather_each(

@@ -10,7 +10,7 @@ import pandas as pd
 
 from mxfp4.errors import UserError
 from mxfp4.experiments import efficiency
-from mxfp4.experiments.effect import Effect, NoProbe, final_losses
+from mxfp4.experiments.effect import Effect, NoEffect, NoProbe, final_losses
 from mxfp4.experiments.study import Study
 
 
@@ -89,6 +89,8 @@ def predicts_loss(
     draws = np.random.default_rng(0).integers(len(points), size=(2000, len(points)))
     resampled = [ranks.iloc[d] for d in draws]
     values = [float(r[0].corr(r[1])) for r in resampled if r[0].nunique() > 1 and r[1].nunique() > 1]
+    if not values:
+        raise NoEffect(f"the arms do not differ in {metric} or in loss: there is no order to compare")
     low, high = np.quantile(values, [0.025, 0.975])
     return Effect(
         float(ranks[0].corr(ranks[1])), float(low), float(high), "cosine", study.seeds, f"{len(points)} arms"

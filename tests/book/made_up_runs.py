@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
+from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,19 +39,26 @@ def make_runs(root: Path) -> dict[str, str]:
     """
     store = Store(root)
     arms = list(dict.fromkeys(config for name in ("all", *ASKED) for config in plan(name, "cpu").arms))
+    put_arms(store, arms)
+    for name in ("checkpoints", "corpus"):
+        (root / name).write_text("No training here.\n")
+    assert all(store.get(arm, "cpu") for arm in arms)
+    return records_in(root)
+
+
+def put_arms(store: Store, arms: list[TrainConfig], probed: Container[str] | None = None) -> None:
+    """A record for each of `arms`, which differ in their loss; one diverges in its last seed. probed: recipes that have
+    probes (None: all)."""
     names = list(dict.fromkeys(arm.recipe for arm in arms))
     for arm in arms:
         slower = 1 + 0.02 * names.index(arm.recipe)
         diverged = arm.steps // 2 if (arm.recipe, arm.seed) == ("mxfp4+sr", max(a.seed for a in arms)) else None
         source = SyntheticCorpus(arm.model.vocab_size).fingerprint if arm.corpus == "synthetic" else "fake"
+        probes = probe_rows(arm) if probed is None or arm.recipe in probed else []
         windows = [0.1 * math.sin(i) for i in range(arm.eval_sequences)]
         fake_studies.put(
-            store, arm, slowdown=slower, diverged_at=diverged, probes=probe_rows(arm), corpus=source, windows=windows
+            store, arm, slowdown=slower, diverged_at=diverged, probes=probes, corpus=source, windows=windows
         )
-    for name in ("checkpoints", "corpus"):
-        (root / name).write_text("No training here.\n")
-    assert all(store.get(arm, "cpu") for arm in arms)
-    return records_in(root)
 
 
 def probe_rows(config: TrainConfig) -> list[dict]:

@@ -1,0 +1,64 @@
+"""Every chapter rendered from a run that is half done: it draws what there is and says that it is partial.
+
+Chapters are executed in this process, without kernels and pictures, at a scale that trains nothing by itself.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+
+import jupytext
+import pytest
+from made_up_runs import put_arms
+
+from mxfp4.experiments import charts
+from mxfp4.experiments.notebook import chapter_sources
+from mxfp4.experiments.plan import plan, plans_of
+from mxfp4.experiments.scales import CPU, SCALES
+from mxfp4.experiments.store import Store
+
+NO_RUNS = ("format", "hadamard", "kernels", "mlperf")
+"""Chapters that show no run of ours."""
+PROBED = ("bf16", "fp8", "mxfp4", "mxfp4+sr", "mxfp4+rht16", "mxfp4+h16", "ti2d")
+CHAPTERS = [p for p in chapter_sources() if p.stem not in NO_RUNS]
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory):
+    """A store of scale gpu, made small, with the first half of each plan's arms: what interrupted runs leave."""
+    root = tmp_path_factory.mktemp("half")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MXFP4_RUNS", str(root))
+        patch.setitem(SCALES, "gpu", replace(CPU, name="gpu", seeds={"": (0,)}))
+        plans = [plan(name, "gpu").arms for name in plans_of(SCALES["gpu"])]
+        put_arms(Store(root), list(dict.fromkeys(a for arms in plans for a in arms[: len(arms) // 2])), PROBED)
+        yield patch
+
+
+def shown(path, patch) -> list:
+    """What the chapter displays, charts left out, in order."""
+    values: list = []
+    patch.setattr(charts, "show", lambda chart, *, caption: chart.to_dict())
+    patch.setattr("IPython.display.display", lambda *objects, **kw: values.extend(objects))
+    patch.setattr("builtins.display", lambda *objects, **kw: values.extend(objects), raising=False)
+    scope: dict = {}
+    for cell in jupytext.read(path, fmt="md:myst").cells:
+        if cell.cell_type != "code":
+            continue
+        body = ast.parse(cell.source).body
+        last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
+        exec(compile(ast.Module(body, []), path.name, "exec"), scope)
+        if last is not None:
+            values.append(eval(compile(ast.Expression(last.value), path.name, "eval"), scope))
+        if "parameters" in cell.metadata.get("tags", []) and "scale" in scope:
+            scope["scale"] = "gpu"
+    return values
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=[p.stem for p in CHAPTERS])
+def test_a_half_done_run_is_shown_and_called_partial(path, half):
+    pages = [v._repr_html_() for v in shown(path, half) if hasattr(v, "_repr_html_")]
+    notes = [page for page in pages if "Partial page" in page]
+    assert notes, f"{path.stem} does not say that it is partial"
+    assert all("mxfp4 train --plan" in note and "arms are missing" in note for note in notes)
