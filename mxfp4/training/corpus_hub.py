@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,6 +46,12 @@ def hub_endpoint() -> str:
     return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
 
 
+THROTTLED = (
+    "the hub throttles (HTTP 429): wait a few minutes, or log in with `hf auth login`, which allows more, and run "
+    "`mxfp4 prepare` again; it goes on where it stopped"
+)
+
+
 def unreachable(url: str, timeout: float = 3.0) -> str:
     """Why `url` does not answer within `timeout` seconds, or "" when it does. Never raises or waits longer.
 
@@ -57,6 +64,8 @@ def unreachable(url: str, timeout: float = 3.0) -> str:
             request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "mxfp4"})
             with urllib.request.urlopen(request, timeout=timeout):
                 reason[0] = ""
+        except urllib.error.HTTPError as error:
+            reason[0] = f"HTTP {error.code} {error.reason}"
         except Exception as error:  # any failure at all means "not reachable"
             reason[0] = str(getattr(error, "reason", error)) or type(error).__name__
 
@@ -71,6 +80,8 @@ def check_hub() -> None:
     if offline():
         raise UserError(f"C4 from the hub was asked for, but HF_HUB_OFFLINE forbids it: {ALTERNATIVES}")
     if why := unreachable(f"{hub_endpoint()}/api/datasets/{REPOSITORY}"):
+        if why.startswith("HTTP 429"):
+            raise UserError(f"C4 from the hub was asked for, but {THROTTLED}")
         raise UserError(
             f"C4 from the hub was asked for, but {hub_endpoint()} cannot be reached ({why}): {ALTERNATIVES}"
         )
@@ -174,8 +185,21 @@ class C4:
         except UserError:
             raise
         except Exception as error:  # the loader's failures have no common type: gzip, JSON, Arrow, HTTP
-            last = str(error).strip().splitlines()[-1:] or [""]
-            raise UserError(
-                f"C4 file {file} could not be read ({type(error).__name__}: {last[0][:200]}): "
-                "fetch it again; `mxfp4 prepare` then goes on where it stopped"
-            ) from error
+            raise UserError(f"C4 file {file} {self._trouble(error)}") from error
+
+    def _trouble(self, error: Exception) -> str:
+        """What went wrong with a file and what to do, in one line."""
+        last = (str(error).strip().splitlines() or [""])[-1][:200]
+        what = f"could not be read ({type(error).__name__}: {last})"
+        if self.local is not None:
+            return f"{what}: fetch it into {self.local} again; `mxfp4 prepare` then goes on where it stopped"
+        chain = [error, error.__cause__, error.__context__]
+        codes = {getattr(getattr(e, "response", None), "status_code", None) for e in chain if e is not None}
+        if 429 in codes or any("429" in str(e) for e in chain):
+            return f"could not be read: {THROTTLED}"
+        if why := unreachable(hub_endpoint()):
+            return (
+                f"could not be read, {hub_endpoint()} cannot be reached any more ({why}): run `mxfp4 prepare` again "
+                "once it can; it goes on where it stopped"
+            )
+        return f"{what}: run `mxfp4 prepare` again; it goes on where it stopped"

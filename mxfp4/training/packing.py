@@ -140,11 +140,11 @@ def _pack(corpus: Corpus, vocab_size: int, folder: Path, tokenizer: str | None, 
         out = {s: stack.enter_context((work / f"{s}.bin").open("ab")) for s in SPLITS}
         finished = {(d["split"], d["name"]): d for d in done}
         # Parts that are done are skipped, but training must still know what is held out.
-        for part in parts:
+        for i, part in enumerate(parts, 1):
             if part.split == "validation" and (part.split, part.name) in finished:
                 held_out.update(fingerprint(d.text) for d in part.documents())
             if (part.split, part.name) not in finished:
-                done.append(_pack_part(part, tok, dtype, out[part.split], held_out, progress))
+                done.append(_pack_part(part, tok, dtype, out[part.split], held_out, progress, f"{i} of {len(parts)}"))
                 _write_json(work / JOURNAL, {"tokenizer": tok.sha256(), "parts": done})
     _finish(corpus, vocab_size, tok, dtype, done, work)
     if folder.exists():  # damaged, or --rebuild
@@ -213,12 +213,12 @@ def _resume(work: Path, tok: TextTokenizer, dtype: np.dtype) -> list[dict]:
 
 
 def _pack_part(
-    part: Part, tok: TextTokenizer, dtype: np.dtype, out: IO[bytes], held_out: set[bytes], progress: bool
+    part: Part, tok: TextTokenizer, dtype: np.dtype, out: IO[bytes], held_out: set[bytes], progress: bool, place: str
 ) -> dict:
     digest, tokens, removed = hashlib.sha256(), 0, 0
     counts: dict[str, Counter] = {}
     show = tqdm(
-        desc=f"pack {part.split} {part.name}",
+        desc=f"pack {part.split} {part.name} ({place})",
         total=part.size_hint or None,
         unit=" documents",
         disable=None if progress else True,

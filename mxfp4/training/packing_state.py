@@ -15,6 +15,7 @@ from mxfp4.training import corpus_hub
 from mxfp4.training.corpus import WheelCorpus, get_corpus
 from mxfp4.training.packed import META, PackedCorpus, token_dtype
 from mxfp4.training.packing import JOURNAL, folder_for, work_folder
+from mxfp4.training.paths import corpus_dir
 from mxfp4.training.tokenizer import LLAMA_VOCAB, llama_file
 
 TOKENS_PER_DOCUMENT = 480
@@ -54,6 +55,17 @@ def state_of(name: str, vocab_size: int, *, root: Path | None = None) -> Packing
     source = _source(corpus, vocab_size)
     begun = f"{len(parts)} parts packed, goes on there" if parts else "not packed"
     return Packing(name, vocab_size, False, f"{begun}; {source}", max(whole - written, 0.0))
+
+
+def unfinished(root: Path | None = None) -> list[tuple[str, int, str]]:
+    """(folder, parts done, name of the last one) of packings in work or stopped, sorted."""
+    root = root or corpus_dir()
+    found = []
+    for work in sorted(root.glob(".*.partial")):
+        parts = _journal(work)
+        last = f"{parts[-1]['split']} {parts[-1]['name']}" if parts else "none"
+        found.append((work.name[1:].removesuffix(".partial"), len(parts), last))
+    return found
 
 
 def _journal(work: Path) -> list[dict]:

@@ -13,7 +13,7 @@ from mxfp4.experiments.scales import get_scale
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register the sub-command."""
     parser = subparsers.add_parser("prepare", help="tokenize and pack a corpus once", description=__doc__)
-    parser.add_argument("--corpus", help="prose, technical, c4 or synthetic (default: the scale's)")
+    parser.add_argument("--corpus", help="prose, technical, c4, c4:768-895 or synthetic (default: the scale's)")
     parser.add_argument("--vocab-size", type=int, help="ids of the tokenizer; 128256 takes Llama 3.1's")
     parser.add_argument("--scale", default="cpu", help="sets the two above (default: cpu)")
     parser.add_argument(
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     scale = get_scale(args.scale)
     corpus, vocab_size = args.corpus or scale.corpus, args.vocab_size or scale.model.vocab_size
     options = {k: v for k, v in (("shards", args.shards), ("c4_root", args.root)) if v is not None}
-    if options and corpus != "c4":
+    if options and corpus.partition(":")[0] != "c4":
         raise UserError(f"--shards and --root belong to corpus c4, not {corpus!r}")
     packed = prepare(corpus, vocab_size, tokenizer=args.tokenizer, rebuild=args.rebuild, **options)
     if corpus == "synthetic":

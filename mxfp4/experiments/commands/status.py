@@ -1,4 +1,4 @@
-"""`mxfp4 status`: what lies under runs/: records by scale, runs that go on or were stopped."""
+"""`mxfp4 status`: what lies under runs/: records by scale, runs and packings that go on or were stopped."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code 0."""
     from mxfp4.experiments.store import Store
+    from mxfp4.training.packing_state import unfinished
 
     store = Store()
     print(f"runs: {store.root}")
@@ -31,6 +32,9 @@ def run(args: argparse.Namespace) -> int:
     begun = store.begun()
     for run_ in begun:
         print(f"scale {run_.scale}: {run_.run_id} at step {run_.step}, {run_.holder or 'stopped'}")
-    if not records and not begun:
+    packings = unfinished()
+    for name, parts, last in packings:
+        print(f"packing {name}: {parts} parts done, the last {last}; `mxfp4 prepare` goes on there")
+    if not records and not begun and not packings:
         print("no runs yet: start with `mxfp4 train --scale cpu`")
     return 0

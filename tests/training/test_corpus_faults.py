@@ -1,0 +1,211 @@
+"""C4 on bad days: shards that are damaged, a hub that throttles, refuses or goes away, a full disk. Nothing packed is
+lost, and the message says what to do."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+
+from mxfp4.errors import UserError
+from mxfp4.training import corpus_hub, packing
+from mxfp4.training.corpus_hub import C4
+from mxfp4.training.packing import prepare
+from mxfp4.training.packing_state import state_of, unfinished
+from mxfp4.training.tokenizer import load_llama
+
+VOCAB = 300
+SHARDS = (4, 6)
+
+
+def shard(root, name: str, texts: list[str]) -> None:
+    (root / "en").mkdir(parents=True, exist_ok=True)
+    rows = "".join(json.dumps({"text": t, "url": "http://example.com"}) + "\n" for t in texts)
+    (root / "en" / name).write_bytes(gzip.compress(rows.encode()))
+
+
+def train_file(i: int) -> str:
+    return f"c4-train.{i:05d}-of-01024.json.gz"
+
+
+@pytest.fixture
+def mirror(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("MXFP4_RUNS", str(tmp_path / "runs"))
+    root = tmp_path / "c4"
+    shard(root, "c4-validation.00000-of-00008.json.gz", [f"held out text {i}" for i in range(40)])
+    for i in range(SHARDS[0], SHARDS[1] + 1):
+        shard(root, train_file(i), [f"train text {i} {j}" for j in range(60)])
+    return root
+
+
+def pack(mirror, **options):
+    return prepare("c4", VOCAB, progress=False, c4_root=mirror, shards=SHARDS, **options)
+
+
+@pytest.fixture
+def whole(mirror, tmp_path):
+    """Tokens and tokenizer of a packing without any fault."""
+    made = prepare("c4", VOCAB, root=tmp_path / "other", progress=False, c4_root=mirror, shards=SHARDS)
+    return made.fingerprint, str(made.folder / "tokenizer.json")
+
+
+def truncated(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def flipped(data: bytes) -> bytes:
+    at = len(data) - 6  # in the checksum: all documents can be read before it is noticed
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def not_json(data: bytes) -> bytes:
+    return gzip.compress(gzip.decompress(data)[:500] + b'{"text": "half a row')
+
+
+@pytest.mark.parametrize("damage", [truncated, flipped, not_json, lambda data: b""], ids=["truncated", "flipped", "json", "empty"])
+def test_a_damaged_shard_is_named_and_packing_goes_on_after_it(mirror, whole, damage):
+    fingerprint, tokenizer = whole
+    file = mirror / "en" / train_file(5)
+    good = file.read_bytes()
+    file.write_bytes(damage(good))
+    with pytest.raises(UserError, match=rf"{train_file(5)} could not be read .*again; `mxfp4 prepare` then goes on") as error:
+        pack(mirror, tokenizer=tokenizer)
+    assert "\n" not in str(error.value)
+    assert [parts for _, parts, _ in unfinished()] == [2]  # validation and shard 4
+    file.write_bytes(good)
+    (mirror / "en" / train_file(4)).unlink()  # what is packed is not read again
+    (mirror / "en" / train_file(4)).touch()
+    made = pack(mirror, tokenizer=tokenizer)
+    made.verify()
+    assert made.fingerprint == fingerprint and unfinished() == []
+
+
+def test_a_full_disk_in_the_middle_of_a_shard(mirror, whole, monkeypatch):
+    fingerprint, tokenizer = whole
+    real, calls = packing.Counter.update, []
+
+    def full(self, *args, **counts):
+        calls.append(1)
+        if len(calls) == 130:  # in the second training shard
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(self, *args, **counts)
+
+    monkeypatch.setattr(packing.Counter, "update", full)
+    with pytest.raises(UserError, match="disk full while packing 'c4' .* it goes on where it stopped"):
+        pack(mirror, tokenizer=tokenizer)
+    monkeypatch.setattr(packing.Counter, "update", real)
+    assert pack(mirror, tokenizer=tokenizer).fingerprint == fingerprint
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers every request with the status of its server."""
+
+    def do_HEAD(self):
+        self.send_response(self.server.status)
+        self.end_headers()
+
+    do_GET = do_HEAD
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    for name in ("MXFP4_C4", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.status = 200
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        yield server
+        server.shutdown()
+
+
+def test_a_hub_that_throttles_at_once(hub):
+    hub.status = 429
+    with pytest.raises(UserError, match=r"throttles \(HTTP 429\): wait .*`hf auth login`.* goes on where it stopped") as error:
+        C4().parts()
+    assert "\n" not in str(error.value)
+
+
+class Refused(Exception):
+    """As huggingface_hub raises: the answer hangs on it."""
+
+    def __init__(self, status: int):
+        super().__init__(f"{status} from the hub\nand more")
+        self.response = type("Response", (), {"status_code": status})
+
+
+@pytest.mark.parametrize(
+    ("status", "gone", "said"),
+    [(429, False, "throttles"), (500, True, "cannot be reached any more"), (404, False, r"Refused: and more\): run")],
+)
+def test_a_hub_that_fails_in_the_middle_of_a_shard(hub, monkeypatch, status, gone, said):
+    rows = type("Rows", (), {})()
+    rows.select_columns = lambda columns: rows
+
+    def some_then_fail(batch_size):
+        yield {"text": ["one", "two"]}
+        if gone:
+            monkeypatch.setattr(corpus_hub, "unreachable", lambda url: "no answer")
+        raise Refused(status)
+
+    rows.iter = some_then_fail
+    monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: rows)
+    part = C4(shards=(4, 4)).parts()[1]
+    documents = part.documents()
+    assert [next(documents).text for _ in range(2)] == ["one", "two"]
+    with pytest.raises(UserError, match=f"{train_file(4)} .*{said}.* it goes on where it stopped") as error:
+        next(documents)
+    assert "\n" not in str(error.value)
+
+
+def test_a_gated_tokenizer_says_how_to_get_it(hub, monkeypatch):
+    class GatedRepoError(Exception):
+        pass
+
+    def refuse(*args):
+        raise GatedRepoError("403\nmany lines")
+
+    monkeypatch.delenv("MXFP4_LLAMA_TOKENIZER", raising=False)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *a, **k: None)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    with pytest.raises(UserError, match=r"\(GatedRepoError\): accept the licence .*MXFP4_LLAMA_TOKENIZER") as error:
+        load_llama()
+    assert "\n" not in str(error.value)
+
+
+def test_evaluation_takes_the_first_documents_as_they_are_stored(mirror):
+    made = pack(mirror)
+    windows = made.eval_windows(5, 16)
+    ids = torch.from_numpy(made.tokens("validation")[: 5 * 16 + 1].astype("int64"))
+    assert torch.equal(windows, torch.stack([ids[i * 16 : i * 16 + 17] for i in range(5)]))
+    assert made.tokenizer.decode(windows[0].tolist()).startswith("held out text 0")
+
+
+def test_the_rules_numbers():
+    """91,205 documents feed 1,024 sequences of 8192 (MLPerf); the README's shards, not the code's, are the default."""
+    assert corpus_hub.VALIDATION_DOCUMENTS == 91_205 and C4().shards == (768, 1023)
+    assert C4().identity()["validation_order"] == "as stored"
+
+
+def test_the_state_of_a_packing(mirror, monkeypatch, whole):
+    monkeypatch.setenv("MXFP4_C4", str(mirror))
+    name = "c4:4-6"
+    before = state_of(name, VOCAB)
+    assert not before.done and "not packed; from a local mirror, shards 4-6" in before.text and before.bytes_left > 0
+    (mirror / "en" / train_file(6)).rename(mirror / "away")
+    assert "lacks 1 files" in state_of(name, VOCAB).text
+    (mirror / "away").rename(mirror / "en" / train_file(6))
+    made = prepare(name, VOCAB, progress=False)
+    after = state_of(name, VOCAB)
+    assert after.done and after.bytes_left == 0 and f"{made.n_tokens('train'):,}" in after.text
+    made.path("train").unlink()
+    assert "damaged" in state_of(name, VOCAB).text
