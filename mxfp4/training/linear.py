@@ -53,11 +53,12 @@ class _QuantizedLinear(torch.autograd.Function):
             if kept is None:
                 w_now, w_later = made_of(weight.to(out_dtype), "w", "dgrad", wanted[0])
             else:
-                key = (weight.data_ptr(), weight._version, out_dtype, wanted[0])
+                memory = weight.untyped_storage()  # held on to, so that no other weight gets its address
+                key = (memory._cdata, weight._version, out_dtype, wanted[0])
                 if key not in kept:
                     kept.clear()
-                    kept[key] = made_of(weight.to(out_dtype), "w", "dgrad", wanted[0])
-                w_now, w_later = kept[key]
+                    kept[key] = (*made_of(weight.to(out_dtype), "w", "dgrad", wanted[0]), memory)
+                w_now, w_later, _ = kept[key]
             y = prepared.multiply("fprop", x_now, w_now, layer_recipe, out_dtype)
         tensors, ctx.plan = prepared.flatten(x_later, w_later)
         ctx.save_for_backward(*tensors, *([] if seed is None else [seed]))

@@ -28,6 +28,7 @@ import torch
 from mxfp4.errors import UserError
 from mxfp4.numerics.formats import BLOCK, elem_format
 from mxfp4.training.config import TrainConfig
+from mxfp4.training.gemms import serves_both
 from mxfp4.training.linear import MXFP4Linear, convert
 from mxfp4.training.model import Block, Llama
 from mxfp4.training.prepared import packable
@@ -174,6 +175,7 @@ class _Step:
         first = [] if before else [Term("gradient of the head, FP32", "4 V D", 4 * vd)]
         again = [block for block, r in zip(self.blocks, self.recomputed, strict=True) if r]
         top = again[-1] if again else []  # what the last of them keeps while it is in work
+        later, last_later, first_later, all_later = self._kept_weights(bool(before))
         own = Term("input of the first block", "b T D", b * t * d)
         lower = [grads]
         if self.sharded:
@@ -190,22 +192,22 @@ class _Step:
             end.append(Term("gradient of the embedding, FP32", "4 V D", 4 * vd))
         weight = Term("gradient of a weight, FP32", "4 D F", 4 * d * self.config.model.ffn_dim)
         return [
-            Moment("forward, in the last block", (*before, *root, *kept, *gathered, *work)),
-            Moment("forward, at the loss", (*before, *root, *kept, *loss)),
+            Moment("forward, in the last block", (*before, *root, *kept, *later, *gathered, *work)),
+            Moment("forward, at the loss", (*before, *root, *kept, *later, *loss)),
             Moment("backward, at the loss", (
-                *before, *root, *kept, Term("log-probabilities and two gradients, FP32", "12 T V", 12 * tv)
+                *before, *root, *kept, *later, Term("log-probabilities and two gradients, FP32", "12 T V", 12 * tv)
             )),
             Moment("backward, at the head", (
-                *before, *root, *kept, Term("gradient of the logits", "b T V", b * tv),
+                *before, *root, *kept, *later, Term("gradient of the logits", "b T V", b * tv),
                 Term("gradient of the head", f"{dw} V D", dw * vd),
             )),
             Moment("backward, in the last block", (
-                *before, *first, *root, kept[0], *top, *gathered, *self._reduced(), *work, weight
+                *before, *first, *root, kept[0], *last_later, *top, *gathered, *self._reduced(), *work, weight
             )),
             Moment("backward, in the first block", (
-                *lower, *root, own, *self.blocks[0], *gathered, *self._reduced(), *work, weight
+                *lower, *root, own, *self.blocks[0], *first_later, *gathered, *self._reduced(), *work, weight
             )),
-            Moment("backward, at the embedding", (grads, *root, *end)),
+            Moment("backward, at the embedding", (grads, *root, *all_later, *end)),
             Moment("optimizer", (grads,)),
             Moment("evaluation, at the loss", (*root, *loss)),
         ]  # fmt: skip
@@ -222,6 +224,31 @@ class _Step:
         if b == 2:
             kept.append(Term("head in BF16", "2 V D", 2 * self.v * d))
         return kept
+
+    def _kept_weights(self, parts: bool) -> tuple[list[Term], ...]:
+        """Quantized weights that wait for the next part (`linear.weights_kept`: one rank, not compiled), beside what
+        the blocks keep anyway: in the forward, in the backward of the last block, of the first one, at the end."""
+        if self.sharded or self.compiled or not parts:
+            return [], [], [], []
+        fprop, dgrad = zip(*(self._weights(block) for block in self.model.layers), strict=True)
+        again = [d for d, r in zip(dgrad, self.recomputed, strict=True) if r]
+        return tuple(
+            [Term("quantized W, kept for the next part", "b (packed: 17/32) in out, each", sum(fprop) + sum(more))]
+            for more in (again, again[:-1], dgrad[1:], dgrad)
+        )
+
+    def _weights(self, block: Block) -> tuple[float, float]:
+        """Bytes of W that the linear layers of a block hold for Fprop, where not what Dgrad reads, and for Dgrad."""
+        fprop = dgrad = 0.0
+        for layer in block.modules():
+            if isinstance(layer, MXFP4Linear) and layer.keepable:
+                ops, n = layer.recipe.operands(), layer.in_features * layer.out_features
+                one, two = ops["fprop", "w"], ops["dgrad", "w"]
+                copied = not (two.format == "fp32" and self.b == 4)
+                dgrad += copied * self._size(two, layer.recipe.dgrad) * n
+                cast = one.format in ("bf16", "fp32") and one.hadamard is None  # both read one cast of W
+                fprop += (one != two or not (cast or serves_both(one))) * self._size(one, layer.recipe.fprop) * n
+        return fprop, dgrad
 
     def _block(self, block: Block) -> list[Term]:
         """What one block keeps for its backward, by kind."""

@@ -135,7 +135,7 @@ def joined(device: torch.device | str, meeting: tuple[str, int, int] | None = No
         torch.cuda.set_device(device)
     address, rank, size = meeting or ("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
-    dist.init_process_group(backend, init_method=address, rank=rank, world_size=size, device_id=device if gpu else None)
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=size)
     try:
         control, writers = (dist.new_group(backend="gloo", timeout=PATIENCE) for _ in range(2))
         mesh = dist.DeviceMesh.from_group(dist.group.WORLD, device.type)

@@ -6,7 +6,7 @@
 
 For each recipe a run on `--ranks` GPUs is killed (kill -9 of every rank) at step `--kill`, and a second one on `--then`
 GPUs goes on from its newest checkpoint to the end. Each prints tokens/s, over the steps after the first WARM_UP and
-with whatever saving costs, and the peak of allocated memory of each rank. The text is synthetic: nothing to prepare.
+with whatever saving costs, and the peak of allocated memory of each rank beside the dry run's estimate. The text is synthetic: nothing to prepare.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from mxfp4.experiments.scales import MI355X  # noqa: E402
 from mxfp4.training import checkpoint, parallel  # noqa: E402
 from mxfp4.training.config import TrainConfig  # noqa: E402
 from mxfp4.training.loop import FETCH_EVERY, train  # noqa: E402
+from mxfp4.training.memory import estimate  # noqa: E402
 
 WARM_UP = 20  # steps; a multiple of FETCH_EVERY, so that the device is waited for at both ends of what is timed
 
@@ -75,9 +76,12 @@ def work(args: argparse.Namespace) -> None:
         rate = (last - first) * arm.tokens_per_step / (ticks[last] - ticks[first])
         peaks = ranks.gather(torch.cuda.max_memory_allocated(device) if gpu else 0)
         if ranks.rank == 0:
-            memory = " ".join(f"{peak / 2**30:.1f}" for peak in peaks)
+            how = {"compiled": args.compile, "recompute_every": args.recompute}
+            expected = estimate(arm, ranks=ranks.size, device=device.type, **how).peak
+            memory = " ".join(f"{peak / 2**30:.2f}" for peak in peaks)
             print(
-                f"{recipe:<12} {ranks.size} ranks  steps {first:>4}-{last:<4} {rate:>9.0f} tokens/s  peak {memory} GiB",
+                f"{recipe:<12} {ranks.size} ranks  steps {first:>4}-{last:<4} {rate:>9.0f} tokens/s  peak {memory} GiB, "
+                f"estimated {expected / 2**30:.2f}",
                 flush=True,
             )
 

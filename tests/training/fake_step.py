@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from mxfp4.training import evaluate
 from mxfp4.training.config import TrainConfig
-from mxfp4.training.linear import convert
+from mxfp4.training.linear import convert, weights_kept
 from mxfp4.training.memory import local_batch
 from mxfp4.training.model import Llama
 from mxfp4.training.parallel import Ranks
@@ -93,10 +93,11 @@ def peak_of_step(
         windows = torch.zeros(config.eval_sequences, config.seq_len + 1, dtype=torch.int64)
         sequences, parts = local_batch(config, ranks)
         batch = torch.zeros(parts * sequences, config.seq_len + 1, dtype=torch.int64)
-        for i, part in enumerate(batch.chunk(parts)):
-            if ranks > 1:
-                Ranks(size=ranks).last_part(model, i == parts - 1)
-            evaluate.token_loss(model, part).backward()
+        with weights_kept(model) if ranks == 1 and parts > 1 else nullcontext():
+            for i, part in enumerate(batch.chunk(parts)):
+                if ranks > 1:
+                    Ranks(size=ranks).last_part(model, i == parts - 1)
+                evaluate.token_loss(model, part).backward()
         assert len(state) == 2 * len(local) and len(windows)
     return seen.peak
 

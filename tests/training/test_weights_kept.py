@@ -64,15 +64,16 @@ def routes():
         layer.weight.grad = torch.ones_like(layer.weight)
         torch.optim.AdamW([layer.weight], lr=0.1, fused=True).step()
 
-    def version_of_data(layer, new):
+    def another_tensor(layer, new):
         layer.weight.data = new.clone()
+        layer.weight.data = new.clone()  # the allocator may give it the first one's address
 
     return {
         "optimizer": optimizer,
         "fused optimizer": fused,
         "load_state_dict": lambda layer, new: layer.load_state_dict({"weight": new}),
         "in place": lambda layer, new: layer.weight.detach().copy_(new),
-        "another tensor": version_of_data,
+        "another tensor": another_tensor,
         "another parameter": lambda layer, new: setattr(layer, "weight", torch.nn.Parameter(new.clone())),
     }
 
