@@ -10,7 +10,7 @@ in the compute type (2: BF16 on a GPU, 4: FP32 on the CPU).
 What a block keeps for its backward is read off the model (`training/model.py`, `training/gemms.py`): each RMSNorm its
 input and its result in FP32; attention q, repeated k and v, its output and one FP32 a head; the feed-forward both
 projections and the SiLU; each linear layer its X and its W as Wgrad and Dgrad will read them, which the emulated path
-holds dequantized in b bytes a value, the native one packed (MXFP4: 17/32 bytes). A compiled block recomputes what is cheap, and quantizes an input that several
+holds dequantized in b bytes a value, the native one packed (MXFP4: 17/32 bytes, FP8: 1). A compiled block recomputes what is cheap, and quantizes an input that several
 layers share once where the recipe draws no random numbers; a recomputed block keeps its input alone.
 
 Over several ranks (FSDP2): parameters are gathered in FP32, the root's for the whole step, two blocks at a time (one
@@ -31,7 +31,7 @@ from mxfp4.training.config import TrainConfig
 from mxfp4.training.gemms import serves_both
 from mxfp4.training.linear import MXFP4Linear, convert
 from mxfp4.training.model import Block, Llama
-from mxfp4.training.prepared import packable
+from mxfp4.training.prepared import takes_packed
 from mxfp4.training.recipe import Gemm, Operand
 
 GIB = 2**30
@@ -289,7 +289,7 @@ class _Step:
             x, w = ops["wgrad", "x"], ops["dgrad", "w"]
             key = (name.rpartition(".")[0], group, x)
             source = x.format == "bf16" and x.hadamard is None  # the very tensor that came in
-            one_for_all = source or (self.compiled and not layer.recipe.is_random)
+            one_for_all = source or (self.compiled and not (x.is_random or (x.is_mx and layer.recipe.is_random)))
             kept_anyway = source and short == "wo"  # it is attention's output
             if not (one_for_all and key in seen) and not kept_anyway:
                 x_bytes += self._size(x, layer.recipe.wgrad) * tokens * layer.in_features
@@ -300,8 +300,8 @@ class _Step:
 
     def _size(self, op: Operand, gemm: Gemm) -> float:
         """Bytes of an element of `op` that waits for `gemm`."""
-        if self.native and packable(gemm.a) and packable(gemm.b):
-            return elem_format(op.elem or "e2m1").bits / 8 + 1 / BLOCK
+        if self.native and takes_packed(gemm):
+            return elem_format(op.elem or "e2m1").bits / 8 + (1 / BLOCK if op.is_mx else 0)
         return 4 if op.format == "fp32" else self.b
 
     def _work(self) -> list[Term]:

@@ -20,7 +20,7 @@ from mxfp4.numerics.path import matmul_path
 from mxfp4.numerics.quantize import quantize, quantize_pair, values_and_packed
 from mxfp4.numerics.tensor import MXTensor
 from mxfp4.training.gemms import AXES, both_operands, how, one_read, operand, per_tensor, product, serves_both, stream_of
-from mxfp4.training.recipe import GEMMS, TENSORS, Operand, Recipe
+from mxfp4.training.recipe import GEMMS, TENSORS, Gemm, Operand, Recipe
 
 SAVES = ("values", "packed")
 FP8_MULTIPLE = 16
@@ -55,11 +55,15 @@ def packable(op: Operand) -> bool:
     return per_tensor(op) or (op.is_mx and not op.two_sided and not op.prescaled)
 
 
+def takes_packed(pair: Gemm) -> bool:
+    """Whether chips with FP4 units multiply these two operands packed."""
+    alike = pair.a.is_mx == pair.b.is_mx and not (per_tensor(pair.a) and pair.a.elem == pair.b.elem == "e5m2")
+    return packable(pair.a) and packable(pair.b) and alike
+
+
 def runs_packed(which: str, layer_recipe: Recipe, device: torch.device) -> bool:
     """Whether GEMM `which` takes packed operands on `device`."""
-    pair = getattr(layer_recipe, which)
-    alike = pair.a.is_mx == pair.b.is_mx and not (per_tensor(pair.a) and pair.a.elem == pair.b.elem == "e5m2")
-    return matmul_path(device) == "native" and packable(pair.a) and packable(pair.b) and alike
+    return matmul_path(device) == "native" and takes_packed(getattr(layer_recipe, which))
 
 
 def prepare(t: Tensor, which: str, name: str, layer_recipe: Recipe, seed: Tensor | None, packed: bool) -> Prepared:

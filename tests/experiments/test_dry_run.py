@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from fake_studies import put
@@ -15,6 +16,10 @@ from mxfp4.experiments.dry_run import dry_run, text
 from mxfp4.experiments.plan import plan
 from mxfp4.experiments.store import Store
 from mxfp4.training.memory import estimate
+
+
+RECORDED = Path(__file__).resolve().parents[2] / "runs"
+TIMED = ("bf16", "fp8", "mxfp4", "mxfp4+h16", "mxfp4+sr", "mxfp4-fprop", "mxfp4-fprop-dgrad+rht16")
 
 
 @pytest.fixture(autouse=True)
@@ -108,3 +113,16 @@ def test_shards_are_part_of_the_plan(tmp_path, capsys):
     assert "shards 768-799" in out and re.search(r" 2[12]\.\d+ GB  packed tokens of c4:768-799", out)
     assert main(["train", "--dry-run", "--scale", "mi355x", "--corpus", "c4:7-"]) == 1
     assert "c4:768-895" in capsys.readouterr().err
+
+
+def test_memory_is_within_a_tenth_of_what_gpus_measured():
+    """The committed records of scale gpu: compiled, without probes, which need memory of their own."""
+    records = [
+        r for r in Store(RECORDED).load("gpu")
+        if r.config.recipe in TIMED and not r.config.probe_steps and not r.config.model.n_experts
+    ]  # fmt: skip
+    if not records:
+        pytest.skip("no records of scale gpu in this checkout")
+    for r in records:
+        expected = estimate(r.config, compiled=True, native=r.machine["path"] == "native").peak
+        assert expected == pytest.approx(r.timings["peak_memory_bytes"], rel=0.1), r.run_id
