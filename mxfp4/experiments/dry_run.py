@@ -103,24 +103,23 @@ def machine_for(scale: str, gpus: int | None, memory_gb: float | None) -> Machin
 
 
 def dry_run(
-    plan: Plan, store: Store, *, gpus: int | None = None, memory_gb: float | None = None, recompute_every: int = 0
+    plan: Plan, store: Store, *, gpus: int | None = None, memory_gb: float | None = None, recompute_every: int | None = None
 ) -> DryRun:
     """Look, compute, change nothing.
 
     gpus: None is this machine's, or P1's 8 for scale mi355x; 0 the CPU. memory_gb: of one GPU, instead of this
-    machine's. recompute_every: activation checkpointing of every n-th block. Raises UserError when a batch cannot be
-    dealt to the GPUs.
+    machine's. recompute_every: activation checkpointing of every n-th block (None: the scale's own).
     """
     machine = machine_for(plan.scale.name, gpus, memory_gb)
     device = "cuda" if machine.gpus else "cpu"
     status = plan.status(store, device)
     left = [a.config for a in status if not a.done]
-    # Only mi355x shards an arm over the GPUs; elsewhere each GPU trains arms of its own.
-    ranks = machine.gpus if plan.scale.name == "mi355x" and machine.gpus else 1
-    memory = _memories(left, ranks, device, plan, recompute_every, machine.path == "native")
+    ranks = ranks_of(plan, machine.gpus)
+    every = plan.scale.recompute_every if recompute_every is None else recompute_every
+    memory = _memories(left, ranks, device, plan, every, machine.path == "native")
     at_a_time = 1 if ranks > 1 else plan.scale.jobs
     packings = tuple(state_of(c, v) for c, v in sorted({(a.corpus, a.model.vocab_size) for a in left}))
-    running = 1 if ranks > 1 else at_a_time * max(machine.gpus, 1)
+    running = at_a_time * max(machine.gpus // ranks, 1)
     disk = _disk(left, packings, running)
     folder = next(p for p in (store.root, *store.root.parents) if p.exists())
     free = float(shutil.disk_usage(folder).free)
@@ -129,6 +128,12 @@ def dry_run(
         plan, machine, tuple(_cost(a, machine) for a in status), tuple(memory), at_a_time, packings, tuple(disk), free,
         tuple(problems),
     )  # fmt: skip
+
+
+def ranks_of(plan: Plan, gpus: int) -> int:
+    """GPUs that train one arm together: as `Scale.ranks`, for a machine that need not be this one."""
+    given = plan.scale.ranks_per_arm
+    return given or max(n for n in range(1, max(gpus, 1) + 1) if plan.scale.micro_batches % n == 0)
 
 
 def _memories(left: Sequence[TrainConfig], ranks: int, device: str, plan: Plan, every: int, native: bool) -> list:
@@ -219,6 +224,7 @@ def _head(r: DryRun) -> str:
         f"model      {count(model.n_params())} parameters, sequence {scale.seq_len}, batch {scale.batch_size}, "
         f"{count(scale.batch_size * scale.seq_len)} tokens a step",
         f"FP4 path   {machine.path}",
+        *([f"an arm     on {ranks} GPUs together"] if (ranks := ranks_of(r.plan, machine.gpus)) > 1 else []),
     ]
     return "\n".join(lines)
 

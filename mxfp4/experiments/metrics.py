@@ -265,10 +265,12 @@ def end_to_end(study: Study, *, arm: str, reference: str = "fp8", at: float = AT
 
 
 def measured_end_to_end(study: Study, *, arm: str, reference: str = "fp8", at: float = AT) -> Effect:
-    """Our own step speed over (1 + our overhead), within a seed: above 1 the faster steps pay."""
+    """Our own step speed (of records alone on their device) over (1 + our overhead), within a seed: above 1 the faster steps pay."""
     found = _overheads(study, arm, reference, target_loss(study, reference, at))
-    ours, theirs = ({s: r.timings.get("tokens_per_second") for s, r in study.arms[n].items()} for n in (arm, reference))
-    values = {s: ours[s] / theirs[s] / (1 + o.value) for s, o in found.items() if ours[s] and theirs[s]}
+    ours, theirs = ({s: speed(r) for s, r in study.arms[n].items()} for n in (arm, reference))
+    values = {s: v for s, o in found.items() if not math.isnan(v := ours[s] / theirs[s] / (1 + o.value))}
+    if not values:
+        raise NoEffect("no records that were alone on their device")
     effect = estimate(values, "ratio", divergence_note(study, arm))
     effect = _bounded(effect, [], [arm] if any(found[s].bound for s in values) else [])
     return replace(effect, low=max(effect.low, 0.0))

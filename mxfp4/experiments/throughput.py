@@ -40,22 +40,24 @@ def path_sentence(study: Study) -> str:
 
 
 def recorded(study: Study, arms: Sequence[str]) -> pd.DataFrame:
-    """arm, seeds, step (seconds), tokens_per_second (mean over seeds), low, high (their range), spread (high / low), over FP8.
+    """arm, seeds, alone (how many of them had their device to themselves), step (seconds), tokens_per_second (mean over
+    seeds), spread (fastest / slowest seed), over.
 
-    `over` is the ratio to the reference's tokens a second, paired by seed; NaN where emulated.
+    `over` is the ratio to the reference's tokens a second, paired by seed, of records that were alone; NaN where emulated.
     """
     rows = []
     for arm in arms:
-        rates = [r.timings.get("tokens_per_second") for r in study.arms.get(arm, {}).values()]
+        records = study.arms.get(arm, {}).values()
+        rates = [r.timings.get("tokens_per_second") for r in records]
         rates = [rate for rate in rates if rate]
         if rates:
             effect = _try(metrics.throughput_ratio, study, arm=arm, against=REFERENCE) if study.path == NATIVE else None
             rows.append({
-                "arm": arm, "seeds": len(rates), "step": study.config.tokens_per_step / float(np.mean(rates)),
-                "tokens_per_second": float(np.mean(rates)), "low": min(rates), "high": max(rates),
+                "arm": arm, "seeds": len(rates), "alone": sum(not math.isnan(metrics.speed(r)) for r in records), "step": study.config.tokens_per_step / float(np.mean(rates)),
+                "tokens_per_second": float(np.mean(rates)),
                 "spread": max(rates) / min(rates), "over": math.nan if effect is None else effect.value,
             })  # fmt: skip
-    columns = ["arm", "seeds", "step", "tokens_per_second", "low", "high", "spread", "over"]
+    columns = ["arm", "seeds", "alone", "step", "tokens_per_second", "spread", "over"]
     return pd.DataFrame(rows, columns=columns)
 
 

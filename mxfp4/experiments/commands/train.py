@@ -25,7 +25,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     dry.add_argument("--gpu-memory", type=float, metavar="GB", help="memory of a GPU meant (default: this machine's)")
     dry.add_argument(
-        "--recompute-every", type=int, default=0, metavar="N", help="with every N-th block's activations recomputed"
+        "--recompute-every", type=int, metavar="N",
+        help="with every N-th block's activations recomputed (default: the scale's; 0: none)",
     )
     parser.add_argument(
         "--keep-weights", action="store_true",
