@@ -35,3 +35,23 @@ def test_every_parameter_gets_the_eager_gradient(name, autocast, error):
     for parameter, expected in eager.items():
         assert compiled[parameter] is not None, parameter
         assert (compiled[parameter] - expected).norm() < error * expected.norm(), parameter
+
+
+def test_a_compiled_block_quantizes_a_shared_input_once(monkeypatch):
+    """Query, key and value read one X, gate and up another: where nothing is random, compiled code makes each once."""
+    from mxfp4.numerics import ops
+
+    calls, quantize = [], ops.quantize_matrix
+    monkeypatch.setattr(ops, "quantize_matrix", lambda *a: (calls.append(1), quantize(*a))[1])
+    tokens = torch.randint(64, (1, 33), generator=torch.Generator().manual_seed(0))
+    counts = {}
+    for name in ("mxfp4+h16", "mxfp4+sr"):
+        for compiled in (False, True):
+            model = convert(build_model(CONFIG, 0), name)
+            if compiled:
+                model.layers[0].compile(backend="aot_eager_decomp_partition")  # Inductor's graph, not its C++
+            calls.clear()
+            token_loss(model, tokens)
+            counts[name, compiled] = len(calls)
+    assert counts["mxfp4+h16", False] == counts["mxfp4+sr", False] == 14  # X and W of seven layers
+    assert counts["mxfp4+h16", True] == 11 and counts["mxfp4+sr", True] == 14
