@@ -258,9 +258,9 @@ class _Arm:
         if self.ranks:
             wait(list(self.ranks), timeout=1.0)
             self.listen()
-        for process in self.ranks.values():
-            process.kill()
         for process in self.processes:
+            process.join(1.0 if self.status == "failed" else None)
+            process.kill()
             process.join()
         for connection in self.ranks:
             connection.close()

@@ -136,14 +136,20 @@ def joined(device: torch.device | str, meeting: tuple[str, int, int] | None = No
     address, rank, size = meeting or ("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
     dist.init_process_group(backend, init_method=address, rank=rank, world_size=size)
+    together = False  # after an error of this rank alone the others wait in a collective: leaving would wait for them
     try:
         control, writers = (dist.new_group(backend="gloo", timeout=PATIENCE) for _ in range(2))
         mesh = dist.DeviceMesh.from_group(dist.group.WORLD, device.type)
         _here = Ranks(rank, size, control, writers, mesh)
         yield _here
+        together = True
+    except UserError:
+        together = True
+        raise
     finally:
         _here = ALONE
-        dist.destroy_process_group()
+        if together:
+            dist.destroy_process_group()
 
 
 @torch.no_grad()
