@@ -171,7 +171,7 @@ def product(
     for factor in (a_factor, b_factor):
         y = y if factor is None else y * factor
     if op.two_sided:  # the contracted axes cancelled, the outer ones are still rotated
-        y = rotate_both(y, ROTATION[op.hadamard].size)
+        y = rotate_both(y, ROTATION[op.hadamard].size).contiguous()  # as other layers give it: attention looks at strides
     return as_dtype(y, out_dtype)
 
 

@@ -111,3 +111,13 @@ def test_the_librarys_fp8_gemm_gives_the_emulated_result(device, monkeypatch):
     monkeypatch.setattr(prepared, "matmul_path", lambda device: "native")
     for ours, theirs in zip(run(layer, x, grad), emulated, strict=True):
         assert relative(ours, theirs) < 2.0**-10
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_results_lie_in_memory_as_those_of_a_plain_linear(name):
+    """Attention chooses its kernel by the strides of what it is given, and another kernel rounds otherwise."""
+    layer = MXFP4Linear(128, 192, bias=False, recipe=name)
+    x = torch.randn(96, 128, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.is_contiguous() and x.grad.is_contiguous() and layer.weight.grad.is_contiguous()
