@@ -86,3 +86,15 @@ def test_as_a_module_with_a_reader_that_leaves():
     code = "import sys; sys.argv = ['mxfp4', '--help']; from mxfp4.experiments.cli import main; sys.exit(main())"
     done = subprocess.run(f'{sys.executable} -c "{code}" | head -c 1', shell=True, capture_output=True, text=True)
     assert done.stdout == "u" and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("scale, device", [("gpu", "cuda"), ("cpu", None)])
+def test_the_plan_of_a_gpu_scale_is_of_gpu_records_wherever_it_is_read(scale, device, monkeypatch, capsys, tmp_path):
+    from mxfp4.experiments.store import Store
+
+    asked = set()
+    monkeypatch.setenv("MXFP4_RUNS", str(tmp_path))
+    monkeypatch.setattr(Store, "get", lambda self, config, device=None: asked.add(device))
+    assert cli.main(["plan", "--scale", scale, "--plan", "p2"]) == 0
+    assert asked == {device}
+    assert "0 of" in capsys.readouterr().out

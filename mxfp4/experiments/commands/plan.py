@@ -14,7 +14,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "plan", help="what is done, what is left, what it will cost", description=__doc__
     )
     add_plan_arguments(parser)
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU if there is one")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="whose records (default: a GPU's, but at scale cpu)")
     parser.set_defaults(handler=run)
 
 
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     from mxfp4.experiments.store import Store
 
     plan = chosen_plan(args)
-    status = plan.status(Store(), args.device)
+    status = plan.status(Store(), args.device or (None if plan.scale.name == "cpu" else "cuda"))
     width = max(len(a.config.recipe) for a in status)
     own = plan.scale.config("bf16", 0)
     for arm in status:
