@@ -1,8 +1,8 @@
 """Losses on the source of known entropy, split into the irreducible part and an arm's own excess.
 
 The source (`training.synthetic`) knows the law of each token given all before it. So for the very windows that models
-are evaluated on, the loss of a model that knew the law is computed exactly: the mean of -ln p over their tokens. What an
-arm's loss has above it is its own. All arms are evaluated on the same windows, so the excess is paired by window too.
+are evaluated on, the loss of a model that knew the law is computed exactly: the mean of -ln p over their tokens. What
+an arm's loss has above it is its own. All arms are evaluated on the same windows: the excess is paired by window too.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from mxfp4.experiments.effect import (
     divergence_note,
     estimate,
     final_losses,
+    widened,
 )  # fmt: skip
 from mxfp4.experiments.study import Study
 from mxfp4.training.synthetic import SyntheticCorpus
@@ -61,8 +62,7 @@ def excess(study: Study, *, arm: str) -> Effect:
     matrix = resample.panel(study, arm, effect.seeds)
     if matrix is None or matrix.shape[1] != len(floor) or len(effect.seeds) < 2:
         return effect
-    low, high = resample.interval(resample.means(matrix - floor))
-    return replace(effect, low=low, high=high, over=SEEDS_AND_WINDOWS)
+    return replace(widened(effect, resample.means(matrix - floor)), over=SEEDS_AND_WINDOWS)
 
 
 def excess_ratio(study: Study, *, arm: str, reference: str = "bf16") -> Effect:
@@ -76,7 +76,12 @@ def excess_ratio(study: Study, *, arm: str, reference: str = "bf16") -> Effect:
     if any(p is None or p.shape[1] != len(floor) for p in panels) or len(shared) < 2:
         return effect
     low, high = resample.interval(np.divide(*(resample.means(p - floor) for p in panels)))
-    return replace(effect, low=low, high=high, over=SEEDS_AND_WINDOWS)
+    effect = replace(effect, low=low, high=high, over=SEEDS_AND_WINDOWS)
+    noise = resample.run_noise(resample.final_table(study, shared), 2)
+    if noise is None or arm == reference:
+        return effect
+    above = [np.mean([x[s] for s in shared]) - floor.mean() + n for x, n in zip((ours, theirs), noise, strict=True)]
+    return widened(effect, above[0] / above[1])
 
 
 def excess_frame(study: Study, arms: Sequence[str], *, reference: str = "bf16") -> pd.DataFrame:

@@ -1,12 +1,11 @@
 """Metrics that test claims: functions of a study's records that give one effect with its interval.
 
 Losses are compared within a seed, and the interval is a bootstrap over seeds and evaluation windows (`resample`), or
-over seeds alone for what windows say nothing of;
-probes exist for few seeds, so their interval is a bootstrap over the layers looked at. An overhead is read at
-a target loss that the reference reaches early enough for slower arms to reach it too: the mean loss of the
-reference at the share `at` of its budget (or the fixed target of a study that stops there). An arm that does
-not reach the target has an overhead of at least what its budget allowed: the effect is then a bound, and its
-interval is open upwards.
+over seeds alone for what windows say nothing of (`effect.estimate`); probes exist for few seeds, so their interval is
+a bootstrap over the layers looked at. An overhead is read at a target loss that the reference reaches early enough for
+slower arms to reach it too: the mean loss of the reference at the share `at` of its budget (or the fixed target of a
+study that stops there). An arm that does not reach the target has an overhead of at least what its budget allowed: the
+effect is then a bound, and its interval is open upwards.
 """
 
 from __future__ import annotations
@@ -252,7 +251,8 @@ def published_order(study: Study, *, reference: str = "fp8", at: float = AT) -> 
     for seed in set.intersection(*(set(f) for f in found.values())):
         ours = {arm: math.inf if f[seed].bound else f[seed].value for arm, f in found.items()}
         values[seed] = float(np.mean([ours[a] < ours[b] for a, b in pairs]))
-    return estimate(values, "part")
+    effect = estimate(values, "part")
+    return replace(effect, low=max(effect.low, 0.0), high=min(effect.high, 1.0))
 
 
 def end_to_end(study: Study, *, arm: str, reference: str = "fp8", at: float = AT) -> Effect:
@@ -265,7 +265,8 @@ def end_to_end(study: Study, *, arm: str, reference: str = "fp8", at: float = AT
 
 
 def measured_end_to_end(study: Study, *, arm: str, reference: str = "fp8", at: float = AT) -> Effect:
-    """Our own step speed (of records alone on their device) over (1 + our overhead), within a seed: above 1 the faster steps pay."""
+    """Our own step speed (of records alone on their device) over (1 + our overhead), within a seed: above 1 the faster
+    steps pay."""
     found = _overheads(study, arm, reference, target_loss(study, reference, at))
     ours, theirs = ({s: speed(r) for s, r in study.arms[n].items()} for n in (arm, reference))
     values = {s: v for s, o in found.items() if not math.isnan(v := ours[s] / theirs[s] / (1 + o.value))}

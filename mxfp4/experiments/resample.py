@@ -8,7 +8,8 @@ been evaluated on. A draw resamples rows and columns at once, each with replacem
 Three values that happen to have one sign have a bootstrap interval on that side of zero, which chance alone does once in
 four times. All arms of a study tell together, and with many degrees of freedom, how much one run differs from its
 repetition: the **scatter**, what is left of arm x seed once the means of arms and of seeds are out. No interval is
-narrower than Student's, made from the scatter; of two arms alone that is the paired t interval.
+narrower than Student's, made from the scatter; of two arms alone, or of one value a seed (a roughness, an order, a
+slope), that is the paired t interval.
 
 A record keeps the losses of each window for the last evaluation alone. For a crossing, what resampled windows change
 at the end, arm by arm, is taken to shift that arm's curve as a whole.

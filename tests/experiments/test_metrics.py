@@ -2,12 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 from fake_studies import config, fill, probe_rows, put
 
 from mxfp4.errors import UserError
 from mxfp4.experiments import metrics
-from mxfp4.experiments.effect import NoEffect
+from mxfp4.experiments.effect import NoEffect, estimate
 from mxfp4.experiments.metrics import METRICS
 from mxfp4.experiments.store import Store
 from mxfp4.experiments.study import studies
@@ -123,6 +124,15 @@ def test_published_order(tmp_path):
     assert metrics.published_order(study_of(tmp_path / "a", right)).value == 1
     wrong = {**right, "mxfp4": 1.02, "mxfp4+sr": 1.01}
     assert metrics.published_order(study_of(tmp_path / "b", wrong)).value < 0.7
+    unsure = metrics.published_order(study_of(tmp_path / "c", {**right, "mxfp4": lambda seed: (1.02, 1.265, 1.265)[seed]}))
+    assert unsure.high == 1 and 0 <= unsure.low < unsure.value
+
+
+@pytest.mark.parametrize(("values", "quantile"), [((0.2, 0.4), 12.706), ((0.1, 0.2, 0.6), 4.303)])
+def test_an_interval_over_few_seeds_is_students(values, quantile):
+    e = estimate(dict(enumerate(values)), "number")
+    half = quantile * np.std(values, ddof=1) / len(values) ** 0.5
+    assert (e.value - e.low, e.high - e.value) == pytest.approx((half, half), rel=0.1)
 
 
 def test_probes(tmp_path):

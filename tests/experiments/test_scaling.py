@@ -49,6 +49,11 @@ def test_trend_is_the_slope_for_three_times_the_parameters(tmp_path):
     assert min(0.01 / s for s in steps) < slope < max(0.0102 / s for s in steps)
 
 
+def test_two_seeds_of_one_sign_show_no_trend(tmp_path):
+    found = sizes(tmp_path, lambda i, seed: 0.05 + (0.001, 0.02)[seed] * i, seeds=(0, 1))
+    assert "is not shown to grow or to shrink" in scaling.trend(found, ["mxfp4"]).text
+
+
 def test_one_size_or_a_diverged_seed_says_less(tmp_path):
     whole = sizes(tmp_path, lambda i, seed: 0.01, gone=[(2, 1)])
     assert scaling.trend(whole, ["mxfp4"]).numbers["seeds"].iloc[0] == 2
