@@ -128,10 +128,11 @@ def remove(folder: Path | str) -> None:
 
 def entries(folder: Path | str) -> list[Path]:
     """Checkpoints of both kinds, newest first, whole or not."""
-    folder = Path(folder)
-    if not folder.is_dir():
+    try:
+        found = [p for p in Path(folder).iterdir() if _NAME.fullmatch(p.name)]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted((p for p in folder.iterdir() if _NAME.fullmatch(p.name)), key=lambda p: p.name[:13], reverse=True)
+    return sorted(found, key=lambda p: p.name[:13], reverse=True)
 
 
 def _sum_path(path: Path) -> Path:
@@ -143,8 +144,11 @@ def _problem(path: Path) -> str | None:
         wanted = _sum_path(path).read_text().split()[0]
     except (OSError, IndexError, UnicodeDecodeError):
         return "was not finished"
-    with open(path, "rb") as file:
-        return None if hashlib.file_digest(file, "sha256").hexdigest() == wanted else "is damaged"
+    try:
+        with open(path, "rb") as file:
+            return None if hashlib.file_digest(file, "sha256").hexdigest() == wanted else "is damaged"
+    except OSError as error:  # also one that its run, or a newer checkpoint, has just removed
+        return f"cannot be read ({error.strerror or error})"
 
 
 def _remove(path: Path) -> None:

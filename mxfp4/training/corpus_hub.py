@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -195,7 +196,7 @@ class C4:
             return f"{what}: fetch it into {self.local} again; `mxfp4 prepare` then goes on where it stopped"
         chain = [error, error.__cause__, error.__context__]
         codes = {getattr(getattr(e, "response", None), "status_code", None) for e in chain if e is not None}
-        if 429 in codes or any("429" in str(e) for e in chain):
+        if 429 in codes or any(re.search(r"\b429\b", str(e)) for e in chain):
             return f"could not be read: {THROTTLED}"
         if why := unreachable(hub_endpoint()):
             return (

@@ -34,7 +34,6 @@ from mxfp4.training.model import Block, Llama
 from mxfp4.training.prepared import takes_packed
 from mxfp4.training.recipe import Gemm, Operand
 
-GIB = 2**30
 WORKSPACE = 64 * 2**20
 """cuBLAS and cuBLASLt (hipBLASLt) work space, 32 MiB each."""
 CONTEXT = 1.5e9

@@ -95,3 +95,14 @@ def test_remove_leaves_nothing(tmp_path):
     checkpoint.save(tmp_path / "run", 1, state(1.0))
     checkpoint.remove(tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_one_that_goes_away_while_it_is_looked_at_is_passed_over(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, 1, state(1.0))
+    second = checkpoint.save(tmp_path, 2, state(2.0))
+    listed = checkpoint.entries(tmp_path)
+    monkeypatch.setattr(checkpoint, "entries", lambda folder: listed)
+    second.unlink()
+    assert checkpoint.latest_step(tmp_path) == 1
+    with pytest.warns(UserWarning, match=r"step-00000002\.pt cannot be read \(No such file or directory\)"):
+        assert checkpoint.load_latest(tmp_path)[0] == 1

@@ -167,6 +167,14 @@ def test_a_hub_that_fails_in_the_middle_of_a_shard(hub, monkeypatch, status, gon
     assert "\n" not in str(error.value)
 
 
+def test_the_number_of_a_shard_is_no_status(hub, monkeypatch):
+    monkeypatch.setattr(corpus_hub, "unreachable", lambda url: "")
+    file = train_file(429)
+    said = C4(shards=(429, 429))._trouble(OSError(f"cannot open {file}"))
+    assert said.startswith(f"could not be read (OSError: cannot open {file}): run") and "throttles" not in said
+    assert "throttles" in C4()._trouble(OSError("HTTP Error 429: Too Many Requests"))
+
+
 def test_a_gated_tokenizer_says_how_to_get_it(hub, monkeypatch):
     class GatedRepoError(Exception):
         pass

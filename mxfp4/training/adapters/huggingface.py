@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -148,8 +149,8 @@ def export(
         if folder.is_dir():
             folder.rmdir()
         work.rename(folder)
-    except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror or error}") from None
+    except (OSError, SafetensorError) as error:  # the second is what a full disk looks like in its library
+        raise UserError(f"cannot write {folder}: {getattr(error, 'strerror', None) or error}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return folder
