@@ -66,10 +66,10 @@ def scaled_fp8(x: Tensor, scale: Tensor, elem: str, dtype: torch.dtype) -> Tenso
 
 
 def fp8_scale(x: Tensor, elem: str) -> Tensor:
-    """The FP32 scale that takes the largest magnitude of x to the format's; 1 for a tensor of zeros."""
+    """The FP32 scale that takes the largest magnitude of x to the format's; 1 for a tensor of zeros, NaN with one."""
     low, high = x.aminmax()
     amax = torch.maximum(-low, high).float()
-    return torch.where(amax > 0, ELEMS[elem].max / amax, 1.0).clamp(max=torch.finfo(torch.float32).max)
+    return torch.where(amax == 0, 1.0, ELEMS[elem].max / amax).clamp(max=torch.finfo(torch.float32).max)
 
 
 @torch.library.impl(_library, "fp8_per_tensor", "CompositeExplicitAutograd")

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mxfp4.numerics import ops
@@ -50,11 +51,12 @@ class _QuantizedLinear(torch.autograd.Function):
 
         with torch.autocast(x.device.type, enabled=False):
             x_now, x_later = made_of(x, "x", "wgrad", wanted[1])
-            if kept is None:
+            if kept is None or weight.is_inference():  # whose changes nothing counts
                 w_now, w_later = made_of(weight.to(out_dtype), "w", "dgrad", wanted[0])
             else:
                 memory = weight.untyped_storage()  # held on to, so that no other weight gets its address
-                key = (memory._cdata, weight._version, out_dtype, wanted[0])
+                place = (memory._cdata, weight.storage_offset(), weight.shape, weight.stride())
+                key = (*place, weight.dtype, weight._version, out_dtype, wanted[0])
                 if key not in kept:
                     kept.clear()
                     kept[key] = (*made_of(weight.to(out_dtype), "w", "dgrad", wanted[0]), memory)
@@ -67,6 +69,7 @@ class _QuantizedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable  # what it keeps is quantized: a second derivative would miss X and W without a word
     def backward(ctx, grad: Tensor):
         tensors, layer_recipe = list(ctx.saved_tensors), ctx.layer_recipe
         seed = tensors.pop() if ctx.seeded else None
@@ -142,12 +145,20 @@ class MXFP4Linear(nn.Linear):
         of_w = (op for (_, name), op in self.recipe.operands().items() if name == "w")
         return not self.recipe.quest and not any(op.is_random for op in of_w)
 
+    def __getstate__(self) -> dict:
+        """What copies and pickles of the layer hold: not what `weights_kept` has the layer itself keep for a while."""
+        return {**self.__dict__, "kept": None}
+
     def forward(self, x: Tensor) -> Tensor:
         device = x.device.type
         autocast = torch.is_autocast_enabled(device)
         out_dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
         out_features, in_features = self.weight.shape  # of this rank's part, where the layer is split among several
-        tokens = x.numel() // in_features if x.numel() else 0
+        if x.shape[-1:] != (in_features,):
+            raise ValueError(
+                f"layer {self.fqn or type(self).__name__!r}: x of shape {tuple(x.shape)} must end in in_features={in_features}"
+            )
+        tokens = x.numel() // in_features
         flat = x.reshape(tokens, in_features).to(out_dtype)
         multiple = token_multiple(self.recipe)
         padded = max(-(-tokens // multiple), 1) * multiple

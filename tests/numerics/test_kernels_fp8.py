@@ -40,3 +40,11 @@ def test_per_tensor_scaling(elem, x):
         assert largest > 0 or factor == 1
     else:
         assert values.isnan().any()
+
+
+@pytest.mark.parametrize("elem", CAST)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_of_a_tensor_with_a_value_that_is_not_finite_nothing_passes_for_a_number(elem, bad):
+    """Whatever its other values, which no scale fits to the format: a backend that saturates would tell them."""
+    values, factor = ops.fp8_per_tensor(torch.tensor([bad, 1.0, -1000.0, 1e30]), elem, torch.float32)
+    assert (values * factor).isnan().all()

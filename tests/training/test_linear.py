@@ -111,6 +111,22 @@ def test_shapes_follow_nn_linear(name, shape):
     assert layer.weight.grad.shape == (32, 64) and layer.weight.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("shape", [(4, 32), (2, 128), (0, 7), (4, 0), ()])
+def test_another_number_of_features_is_refused(shape):
+    layer = MXFP4Linear(64, 32, recipe="mxfp4", fqn="layers.0.w1")
+    with pytest.raises(ValueError, match=r"layers\.0\.w1.* must end in in_features=64"):
+        layer(torch.randn(shape))
+
+
+@pytest.mark.parametrize("name", ["bf16", "mxfp4", "quartet"])
+def test_a_second_derivative_is_refused(name, data):
+    """Of the quantized operands that a backward holds it would be wrong, and of a gradient penalty zero."""
+    layer, x = MXFP4Linear(64, 128, recipe=name), data[0].requires_grad_()
+    (first,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (layer(x).sum() + first.square().sum()).backward()
+
+
 def test_padding_tokens_is_exact(data):
     x, grad = data
     layer = MXFP4Linear(64, 128, bias=False, recipe="mxfp4+h16")

@@ -1,5 +1,8 @@
 """Quantized weights that forwards share: the same results, made once, and never those of another weight."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from fakes import TINY, FakeCorpus, tiny_config
@@ -68,12 +71,23 @@ def routes():
         layer.weight.data = new.clone()
         layer.weight.data = new.clone()  # the allocator may give it the first one's address
 
+    def another_part(layer, new):
+        stack = torch.stack([layer.weight.detach(), new])
+        layer.weight = torch.nn.Parameter(stack[0])
+        layer(torch.randn(32, 64))
+        layer.weight = torch.nn.Parameter(stack[1])
+
+    def turned(layer, new):
+        layer.weight = torch.nn.Parameter(layer.weight.detach().view(64, 32).t())
+
     return {
         "optimizer": optimizer,
         "fused optimizer": fused,
         "load_state_dict": lambda layer, new: layer.load_state_dict({"weight": new}),
         "in place": lambda layer, new: layer.weight.detach().copy_(new),
         "another tensor": another_tensor,
+        "another part of one tensor": another_part,
+        "the same memory in another order": turned,
         "another parameter": lambda layer, new: setattr(layer, "weight", torch.nn.Parameter(new.clone())),
     }
 
@@ -88,6 +102,30 @@ def test_a_weight_that_changes_inside_is_seen(route):
         routes()[route](layer, new)
         after = layer(x)
     assert torch.equal(after, layer(x)) and not torch.equal(after, before)
+
+
+def test_weights_made_in_inference_mode_are_used_and_not_kept(made):
+    """PyTorch does not count their changes."""
+    x, new = torch.randn(32, 64), torch.randn(32, 64)
+    with torch.inference_mode():
+        layer = MXFP4Linear(64, 32, bias=False, recipe="mxfp4+h16")
+        with weights_kept(layer):
+            before = layer(x)
+            layer.weight.copy_(new)
+            after = layer(x)
+        assert torch.equal(after, layer(x)) and not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copy_made_inside_keeps_nothing(way):
+    layer = MXFP4Linear(64, 32, bias=False, recipe="mxfp4+h16")
+    x = torch.randn(32, 64)
+    with weights_kept(layer):
+        before = layer(x)
+        copied = way(layer)
+    assert torch.equal(copied(x), before) and copied.kept is None
+    copied.weight.data.mul_(2)
+    assert not torch.equal(copied(x), before)
 
 
 def test_a_weight_written_through_data_is_seen_after_leaving():
@@ -116,7 +154,7 @@ def test_evaluation_and_training_do_not_share():
 
 def test_nothing_is_kept_after_an_error():
     layer = MXFP4Linear(64, 32, recipe="mxfp4")
-    with pytest.raises(RuntimeError), weights_kept(layer):
+    with pytest.raises(ValueError, match=r"\(3, 65\) must end in in_features=64"), weights_kept(layer):
         layer(torch.randn(3, 65))
     assert layer.kept is None
 
