@@ -18,6 +18,7 @@ import torch
 from mxfp4.errors import UserError
 from mxfp4.experiments import published
 from mxfp4.experiments.plan import ArmStatus, Plan
+from mxfp4.experiments.scales import get_scale
 from mxfp4.experiments.store import Store
 from mxfp4.experiments.study import count
 from mxfp4.numerics.path import matmul_path
@@ -49,7 +50,7 @@ class Cost:
     gpu_hours_to_target: float | None
     """As logged, evaluations included; None without a log."""
     gpu_hours_left: float | None
-    """The rest of its budget at that step time."""
+    """The rest of its budget at that step time; arms that share a GPU share its hours."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +97,17 @@ def machine_for(scale: str, gpus: int | None, memory_gb: float | None) -> Machin
         return Machine(0, given or ram, "CPU", True, matmul_path("cpu"))
     if there:
         found = torch.cuda.get_device_properties(0)
-        return Machine(gpus or (there if scale == "mi355x" else 1), given or found.total_memory, found.name, True, matmul_path("cuda"))
+        number = gpus or (there if scale == "mi355x" else 1)
+        return Machine(number, given or found.total_memory, found.name, True, matmul_path("cuda"))
     if scale == "mi355x":
         return Machine(gpus or P1_GPUS, given or MI355X_BYTES, "MI355X (not this machine)", False, "native")
     return Machine(gpus or 1, given, "GPU (not this machine)", False, "emulated")
 
 
 def dry_run(
-    plan: Plan, store: Store, *, gpus: int | None = None, memory_gb: float | None = None, recompute_every: int | None = None
-) -> DryRun:
+    plan: Plan, store: Store, *, gpus: int | None = None, memory_gb: float | None = None,
+    recompute_every: int | None = None,
+) -> DryRun:  # fmt: skip
     """Look, compute, change nothing.
 
     gpus: None is this machine's, or P1's 8 for scale mi355x; 0 the CPU. memory_gb: of one GPU, instead of this
@@ -125,7 +128,7 @@ def dry_run(
     free = float(shutil.disk_usage(folder).free)
     problems = [*_too_large(memory, machine, at_a_time), *_too_full(disk, free, folder, machine)]
     return DryRun(
-        plan, machine, tuple(_cost(a, machine) for a in status), tuple(memory), at_a_time, packings, tuple(disk), free,
+        plan, machine, tuple(_cost(a, ranks) for a in status), tuple(memory), at_a_time, packings, tuple(disk), free,
         tuple(problems),
     )  # fmt: skip
 
@@ -141,20 +144,22 @@ def _memories(left: Sequence[TrainConfig], ranks: int, device: str, plan: Plan, 
     captured = plan.scale.capture and device == "cuda" and ranks == 1
     for config in left:
         e = estimate(
-            config, ranks=ranks, device=device, compiled=plan.scale.compile, recompute_every=every, captured=captured, native=native
-                    )
+            config, ranks=ranks, device=device, compiled=plan.scale.compile, recompute_every=every, captured=captured,
+            native=native,
+        )  # fmt: skip
         found.setdefault((config.model, round(e.peak)), (config, e))
     return sorted(found.values(), key=lambda pair: -pair[1].peak)
 
 
-def _cost(arm: ArmStatus, machine: Machine) -> Cost:
+def _cost(arm: ArmStatus, ranks: int) -> Cost:
     config = arm.config
-    rest = 0 if arm.done else config.steps - arm.step
-    gpus = max(machine.gpus, 1) if config.scale == "mi355x" else 1
     if arm.done:
         return Cost(arm, None, "done", None, 0.0)
+    rest = config.steps - arm.step
     if arm.seconds is not None and rest:
-        return Cost(arm, arm.seconds / rest, "records of this scale", None, arm.seconds * gpus / 3600)
+        sharing = get_scale(config.scale).jobs  # arms had a GPU together when the records' seconds were clocked
+        hours = arm.seconds * ranks / sharing / 3600
+        return Cost(arm, arm.seconds / rest, "records of this scale", None, hours)
     logged = published.mlperf_results().set_index("arm")
     name = LOGGED.get(config.recipe)
     if config.scale == "mi355x" and name:
@@ -171,7 +176,8 @@ def _disk(left: Sequence[TrainConfig], packings: Sequence[Packing], running: int
     if left:
         sizes = sorted((12.0 * c.model.n_params() for c in left), reverse=True)[:running]
         kept = checkpoint.KEEP + 1
-        rows.append((f"checkpoints: {kept} of 12 bytes a parameter for each arm in work ({len(sizes)})", kept * sum(sizes)))
+        name = f"checkpoints: {kept} of 12 bytes a parameter for each arm in work ({len(sizes)})"
+        rows.append((name, kept * sum(sizes)))
         rows.append(("records", float(sum(RECORD_BYTES_PER_STEP * c.steps + 50_000 for c in left))))
     return rows
 
@@ -255,10 +261,13 @@ def _arms(r: DryRun) -> str:
         fp8 = logged.loc["FP8", "seconds_per_step"]
         if len(known) < len(left):
             total = sum((c.arm.config.steps - c.arm.step) * fp8 * P1_GPUS / 3600 for c in left)
-            lines.append(f"if every arm ran its budget at FP8's logged {fp8:g} s a step: {total:.3g} GPU-hours (assumed)")
+            lines.append(
+                f"if every arm ran its budget at FP8's logged {fp8:g} s a step: {total:.3g} GPU-hours (assumed)"
+            )
+        emulated = r.machine.path == "emulated"
         lines.append(
-            f"logged step times are of AMD's own software on {P1_GPUS} x MI355X with native FP4, batch {published.BATCH}"
-            + ("; this GPU emulates FP4 and takes longer" if r.machine.path == "emulated" else "; this software's own are unknown")
+            f"logged step times are of AMD's own software on {P1_GPUS} x MI355X with native FP4, "
+            f"batch {published.BATCH}; " + ("this GPU emulates FP4 and takes longer" if emulated else "this software's own are unknown")
         )
     return "\n".join(lines)
 
@@ -285,7 +294,8 @@ def _memory_text(r: DryRun) -> str:
         need = needed(m, r.machine, r.at_a_time)
         shared = f", {r.at_a_time} arms at a time: {need / GB:.2f} GB" if r.at_a_time > 1 else ""
         title = f"{config.recipe}, {count(config.model.n_params())} parameters"
-        lines.append(f"{'memory of a ' + unit + ': ' if not i else ''}{title}: peak {m.peak / GB:.2f} GB ({m.worst.name}){shared}")
+        head = "" if i else f"memory of a {unit}: "
+        lines.append(f"{head}{title}: peak {m.peak / GB:.2f} GB ({m.worst.name}){shared}")
         if i == 0:
             lines += [f"  {t.bytes / GB:>9.3f} GB  {t.name}  [{t.formula}]" for t in m.terms]
             if m.block:
@@ -310,4 +320,5 @@ def _there(r: DryRun) -> str:
     lines = [f"corpus {p.corpus} ({p.vocab_size} ids): {p.text}" for p in r.packings]
     done = sum(c.arm.done for c in r.costs)
     begun = sum(bool(c.arm.step) for c in r.costs)
-    return "\n".join(["already there:", *(f"  {line}" for line in lines), f"  records: {done} of {len(r.costs)} arms, {begun} begun"])
+    lines.append(f"records: {done} of {len(r.costs)} arms, {begun} begun")
+    return "\n".join(["already there:", *(f"  {line}" for line in lines)])

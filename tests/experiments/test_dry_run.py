@@ -98,6 +98,7 @@ def test_what_is_done_costs_nothing_and_gives_the_speed_of_the_rest(tmp_path):
     done, left = result.costs
     assert done.source == "done" and done.gpu_hours_left == 0
     assert left.seconds_per_step == pytest.approx(1.1 / small.arms[0].steps)  # fake_studies: 1.0 s and 0.1 s
+    assert left.gpu_hours_left == pytest.approx(1.1 / 3600 / 2), "the scale trains two arms at a time"
     assert "records: 1 of 2 arms" in text(result) and "records of this scale" in text(result)
 
 
