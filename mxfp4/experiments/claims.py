@@ -52,8 +52,8 @@ class Claim:
     holds: dict
     """One rule: {above: 0}."""
     needs: dict
-    """Least parameters (non-embedding), tokens an arm, seeds; path; source (text or synthetic: text if unsaid) and model
-    (dense or experts: dense if unsaid) of the studies that may decide."""
+    """Least parameters (non-embedding), tokens an arm, seeds; path; source (text or synthetic: text if unsaid) and
+    model (dense or experts: dense if unsaid) of the studies that may decide."""
     scale_note: str
     """What scale could still change."""
     chapter: str

@@ -140,8 +140,8 @@ def _ends(study: Study, arm: str, references: dict[str, str]) -> dict:
 
 
 def scatter(study: Study, *, reference: str = "fp8") -> tuple[float, int, int] | None:
-    """(nats, arms, seeds): what is left of final losses once each arm's and each seed's mean is taken out, as a standard
-    deviation. Over the seeds of the reference and the arms that finished all of them; None with fewer than 2 and 3."""
+    """(nats, arms, seeds): what is left of final losses once each arm's and each seed's mean is taken out, as a
+    standard deviation. Over the seeds of the reference and the arms that finished all of them; None with fewer than 2 and 3."""
     seeds = sorted(study.arms.get(reference, {}))
     if len(seeds) < 2:
         return None
@@ -159,8 +159,8 @@ def scatter_text(study: Study, *, reference: str = "fp8") -> str:
     return (
         f"Over {arms} arms and {seeds} seeds the final losses scatter by {sd:.4f} nats around what arm and seed explain: "
         f"batches and initial weights are shared, and yet a small change of arithmetic sends a run on another way. A "
-        f"difference of two arms over {seeds} seeds has a standard error of about {sd * math.sqrt(2 / seeds):.4f} nats; to halve it "
-        f"takes {4 * seeds} seeds."
+        f"difference of two arms over {seeds} seeds has a standard error of about {sd * math.sqrt(2 / seeds):.4f} nats; "
+        f"to halve it takes {4 * seeds} seeds."
     )
 
 
@@ -243,7 +243,8 @@ def _span(effect: Effect) -> dict:
 
 
 def _ends_of(effect: Effect, at: float) -> tuple[float, float]:
-    """Ends of an overhead's interval for a chart, percent: an open one ends where the budget does, an unknown one is 0 long."""
+    """Ends of an overhead's interval for a chart, percent: an open one ends where the budget does, an unknown one is 0
+    long."""
     if math.isnan(effect.low):
         return 100 * effect.value, 100 * effect.value
     return 100 * effect.low, 100 * (effect.high if math.isfinite(effect.high) else max(1 / at - 1, effect.value))

@@ -1,7 +1,8 @@
 """What works on this machine and what does not, each "does not" with what to do about it.
 
-A check is "ok", "note" (something optional is absent) or "missing" (the scale in question needs it). Nothing is changed,
-nothing is downloaded; the only wait is for the network, NETWORK_SECONDS at most, and only where the scale needs it.
+A check is "ok", "note" (something optional is absent) or "missing" (the scale in question needs it). Nothing is
+changed, nothing is downloaded; the only wait is for the network, NETWORK_SECONDS at most, and only where the scale
+needs it.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def _no_gpu(torch) -> Check:
     if kfd.exists() and closed:
         return Check("device", "note", f"CPU; no rights to {closed[0]}", "join groups render and video")
     if kfd.exists() and not torch.version.hip:
-        advice = "install PyTorch for ROCm: see README, Larger machines"
+        advice = "install PyTorch for ROCm: see README, On an MI355X node"
         return Check("device", "note", "CPU; an AMD GPU is there, this PyTorch is not the ROCm one", advice)
     if nvidia.exists() and not torch.version.cuda:
         return Check(
@@ -293,7 +294,10 @@ def _network(scale: str) -> Check:
     if os.environ.get("MXFP4_C4") and llama_file():
         return Check("network", "ok", "not tried: C4 and the tokenizer are here")
     url = hub_endpoint()
-    advice = "C4 and Llama's tokenizer come from the hub: reach it, or name local copies in MXFP4_C4 and MXFP4_LLAMA_TOKENIZER"
+    advice = (
+        "C4 and Llama's tokenizer come from the hub: reach it, or name local copies in MXFP4_C4 and "
+        "MXFP4_LLAMA_TOKENIZER"
+    )
     if offline():
         return Check("network", "missing", "not tried: HF_HUB_OFFLINE is set", advice)
     if why := unreachable(url, NETWORK_SECONDS):

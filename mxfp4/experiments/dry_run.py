@@ -265,9 +265,10 @@ def _arms(r: DryRun) -> str:
                 f"if every arm ran its budget at FP8's logged {fp8:g} s a step: {total:.3g} GPU-hours (assumed)"
             )
         emulated = r.machine.path == "emulated"
+        ours = "this GPU emulates FP4 and takes longer" if emulated else "this software's own are unknown"
         lines.append(
             f"logged step times are of AMD's own software on {P1_GPUS} x MI355X with native FP4, "
-            f"batch {published.BATCH}; " + ("this GPU emulates FP4 and takes longer" if emulated else "this software's own are unknown")
+            f"batch {published.BATCH}; {ours}"
         )
     return "\n".join(lines)
 

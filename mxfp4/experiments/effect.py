@@ -70,8 +70,8 @@ SEEDS_AND_WINDOWS = "seeds and evaluation windows"
 def combination(study: Study, terms: Sequence[tuple[str, float]], unit: str) -> Effect:
     """The sum over terms (arm, weight) of weight times final loss, paired by seed: ("a", 1), ("b", -1) is a difference.
 
-    The interval is that of `resample`; over seeds alone where a record keeps no losses of windows. One seed has none, as
-    windows alone say nothing of another seed; with an arm that diverged it is the range.
+    The interval is that of `resample`; over seeds alone where a record keeps no losses of windows. One seed has none,
+    as windows alone say nothing of another seed; with an arm that diverged it is the range.
     """
     weights: dict[str, float] = {}
     for arm, weight in terms:

@@ -118,7 +118,7 @@ def _resampled(effect: Effect, samples: np.ndarray | None) -> Effect:
 def _noisy(
     study: Study, values: tuple[float, float], target: float, seeds: tuple[int, ...]
 ) -> np.ndarray | None:
-    """Samples of the difference of two overheads over one reference, or of one and zero, by the scatter of crossings."""
+    """Samples of the difference of two overheads over one reference, or of one and zero, by crossings' scatter."""
     if len(seeds) < 2:
         return None
     noise = resample.run_noise(resample.crossing_table(study, target, seeds), 2)

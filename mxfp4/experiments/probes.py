@@ -66,8 +66,9 @@ class Probe:
 
     blocks: how many transformer blocks are looked at layer by layer, spread from the first to the last; None is
     3 on a GPU, 2 on the CPU. kinds: which of their layers, by the last part of the name; those left out resemble one
-    that is in. max_tokens: how much of the batch is used, in whole sequences; None is 8192 on a GPU, 256 on the CPU. draws: repetitions that tell bias from
-    noise for recipes with random numbers; None is 4 on a GPU, 2 on the CPU.
+    that is in. max_tokens: how much of the batch is used, in whole sequences; None is 8192 on a GPU, 256 on
+    the CPU. draws: repetitions that tell bias from noise for recipes with random numbers; None is 4 on a GPU, 2 on the
+    CPU.
     """
 
     def __init__(

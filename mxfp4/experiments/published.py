@@ -1,8 +1,8 @@
 """The papers' figures and the public MLPerf logs' as data, each with its source and its mark.
 
 Marks: P1, P2 (the two papers), log (computed from public MLPerf logs), code (read in public code), vendor (the
-maker's data sheet), inferred (our reading, to be tested). Shares are fractions (0.08 is 8 %), losses nats a token, one sequence is 8192
-tokens.
+maker's data sheet), inferred (our reading, to be tested). Shares are fractions (0.08 is 8 %), losses nats a token, one
+sequence is 8192 tokens.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def _both(gemm: Gemm, hadamard: str, format: str) -> Gemm:
 
 
 def cancellation_frame(size: int = 16, *, seed: int = 0) -> pd.DataFrame:
-    """gemm, error: of the three products with both axes of every operand rotated and nothing quantized, FP32, against the
-    plain products; `one_side`: the same if the product were not rotated back."""
+    """product, error: of the three products with both axes of every operand rotated and nothing quantized, FP32, against
+    the plain products; `left`: the same if the product were left rotated."""
     g = torch.Generator().manual_seed(seed)
     layer = Captured("", *(torch.randn(shape, generator=g) for shape in ((64, 96), (128, 96), (64, 128))))
     used = recipe("fp32")

@@ -5,8 +5,8 @@ matrix d[seed, window]. Its mean varies with both: other seeds would have traine
 been evaluated on. A draw resamples rows and columns at once, each with replacement, all arms by the same draw (Owen,
 "The pigeonhole bootstrap", Annals of Applied Statistics 2007: for crossed factors it errs on the wide side).
 
-Three values that happen to have one sign have a bootstrap interval on that side of zero, which chance alone does once in
-four times. All arms of a study tell together, and with many degrees of freedom, how much one run differs from its
+Three values that happen to have one sign have a bootstrap interval on that side of zero, which chance alone does once
+in four times. All arms of a study tell together, and with many degrees of freedom, how much one run differs from its
 repetition: the **scatter**, what is left of arm x seed once the means of arms and of seeds are out. No interval is
 narrower than Student's, made from the scatter; of two arms alone, or of one value a seed (a roughness, an order, a
 slope), that is the paired t interval.
@@ -94,7 +94,7 @@ def crossing_table(study: Study, target: float, seeds: Sequence[int]) -> np.ndar
 
 
 def run_noise(table: np.ndarray, count: int) -> np.ndarray | None:
-    """[count, DRAWS] deviations of the mean over seeds of `count` arms, by the scatter of `table`; None without freedom."""
+    """[count, DRAWS] deviations of means over seeds of `count` arms, by the scatter of `table`; None without freedom."""
     n, k = table.shape
     sd, freedom = scatter(table) if n > 1 and k > 1 else (0.0, 0)
     if not freedom:

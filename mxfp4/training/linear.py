@@ -187,8 +187,9 @@ def convert(
 ) -> nn.Module:  # fmt: skip
     """Replace the nn.Linear layers of `model` for which `filter_fn(module, fqn)` holds by MXFP4Linear, in place.
 
-    Parameters are shared, so optimizers and state_dicts stay valid. `filter_fn` None is `default_filter`; `save` as in MXFP4Linear. Raises
-    ValueError, naming the layer and changing nothing, when a feature size does not fit the recipe.
+    Parameters are shared, so optimizers and state_dicts stay valid. `filter_fn` None is `default_filter`; `save` as
+    in MXFP4Linear. Raises ValueError, naming the layer and changing nothing, when a feature size does not fit the
+    recipe.
     """
     chosen = recipe(name)
     keep = filter_fn or default_filter

@@ -4,14 +4,16 @@ A pure function of the configuration and of how it is run. Each moment of a step
 terms, each with its formula; the peak is the largest moment. Bytes are those that PyTorch's allocator hands out
 (`torch.cuda.max_memory_allocated`); what a device needs beside them is `reserve`.
 
-Symbols: P parameters (p of one block, r of the root: embedding, head, last norm), N ranks, T tokens of a micro-batch, D width, F feed-forward width (of all experts that a token visits), H heads, V vocabulary, b bytes of a value
-in the compute type (2: BF16 on a GPU, 4: FP32 on the CPU).
+Symbols: P parameters (p of one block, r of the root: embedding, head, last norm), N ranks, T tokens of a
+micro-batch, D width, F feed-forward width (of all experts that a token visits), H heads, V vocabulary, b bytes of a
+value in the compute type (2: BF16 on a GPU, 4: FP32 on the CPU).
 
 What a block keeps for its backward is read off the model (`training/model.py`, `training/gemms.py`): each RMSNorm its
 input and its result in FP32; attention q, repeated k and v, its output and one FP32 a head; the feed-forward both
 projections and the SiLU; each linear layer its X and its W as Wgrad and Dgrad will read them, which the emulated path
-holds dequantized in b bytes a value, the native one packed (MXFP4: 17/32 bytes, FP8: 1). A compiled block recomputes what is cheap, and quantizes an input that several
-layers share once where the recipe draws no random numbers; a recomputed block keeps its input alone.
+holds dequantized in b bytes a value, the native one packed (MXFP4: 17/32 bytes, FP8: 1). A compiled block recomputes
+what is cheap, and quantizes an input that several layers share once where the recipe draws no random numbers; a
+recomputed block keeps its input alone.
 
 Over several ranks (FSDP2): parameters are gathered in FP32, the root's for the whole step, two blocks at a time (one
 in work, one on its way); gradients are summed over the ranks once a step, so until its last part a rank holds all of
@@ -102,11 +104,12 @@ class Memory:
 
 
 def local_batch(config: TrainConfig, ranks: int) -> tuple[int, int]:
-    """(sequences of a part, parts of a step on a rank): each rank takes whole micro-batches. UserError when it cannot."""
+    """(sequences of a part, parts of a step on a rank): each rank takes whole parts. UserError when it cannot."""
     if ranks < 1 or config.micro_batches % ranks:
+        allowed = ", ".join(str(n) for n in range(1, config.micro_batches + 1) if config.micro_batches % n == 0)
         raise UserError(
             f"{ranks} GPUs cannot share micro_batches={config.micro_batches} of a batch of {config.batch_size}: "
-            f"allowed are {', '.join(str(n) for n in range(1, config.micro_batches + 1) if config.micro_batches % n == 0)}"
+            f"allowed are {allowed}"
         )
     return config.batch_size // config.micro_batches, config.micro_batches // ranks
 
@@ -119,7 +122,8 @@ def estimate(
 
     device: "cuda" (BF16 over FP32 weights) or "cpu" (FP32). compiled: torch.compile on each block.
     recompute_every: activation checkpointing of every n-th block, the first one included; 0: none. captured: a step is
-    one CUDA graph. native: the chip multiplies packed operands, so they are kept packed. Raises UserError when the batch cannot be dealt to the ranks.
+    one CUDA graph. native: the chip multiplies packed operands, so they are kept packed. Raises
+    UserError when the batch cannot be dealt to the ranks.
     """
     with torch.device("meta"):
         model = convert(Llama(config.model), config.recipe, seed=config.seed)
@@ -154,11 +158,12 @@ class _Step:
 
     def _always(self) -> Moment:
         config, s = self.config, self.shards
-        windows = 8 * (config.eval_sequences + config.batch_size // self.ranks) * (config.seq_len + 1)
+        tokens = 8 * (config.eval_sequences + config.batch_size // self.ranks) * (config.seq_len + 1)
+        rope = 8 * self.d // self.h * config.model.max_seq_len
         return Moment("always", (
             Term("parameters, FP32", "4 P/N", 4 * s),
             Term("Adam, two moments", "8 P/N", 8 * s),
-            Term("evaluation windows, batch, RoPE", "8 tokens + 8 D/H seq", windows + 8 * self.d // self.h * config.model.max_seq_len),
+            Term("evaluation windows, batch, RoPE", "8 tokens + 8 D/H seq", tokens + rope),
             Term("library work space", "64 MiB", WORKSPACE if self.b == 2 else 0),
         ))  # fmt: skip
 
@@ -217,7 +222,7 @@ class _Step:
         pairs = list(zip(self.blocks, self.recomputed, strict=True))
         total = sum(b * t * d if again else sum(term.bytes for term in block) for block, again in pairs)
         again = sum(self.recomputed)
-        name = f"activations of {len(pairs) - again} blocks, inputs of {again}" if again else f"activations of {len(pairs)} blocks"
+        name = f"activations of {len(pairs) - again} blocks" + (f", inputs of {again}" if again else "")
         blocks = Term(name, "see the block's terms, b T D", total)
         kept = [blocks, Term("last norm and the head's X", "(8 + b) T D", (8 + b) * t * d)]
         if b == 2:
@@ -277,13 +282,12 @@ class _Step:
         """Bytes of X and W that the linear layers of a block keep."""
         x_bytes = w_bytes = 0.0
         seen: set[tuple] = set()
-        experts = len({name.split(".")[2] for name, _ in block.named_modules() if name.startswith("feed_forward.experts.") and name.count(".") == 2})
         for name, layer in block.named_modules():
             if not isinstance(layer, MXFP4Linear):
                 continue
             short = name.rpartition(".")[2]
             group = next(i for i, names in enumerate(SHARED_INPUT) if short in names)
-            tokens = self.t * self.visits / experts if "experts." in name else self.t
+            tokens = self.t * self.visits / self.config.model.n_experts if "experts." in name else self.t
             ops = layer.recipe.operands()
             x, w = ops["wgrad", "x"], ops["dgrad", "w"]
             key = (name.rpartition(".")[0], group, x)

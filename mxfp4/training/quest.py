@@ -1,7 +1,7 @@
-"""The forward of Quartet (arXiv 2505.14669): X and W projected on MXFP4 by QuEST, clipped values kept from the gradient.
+"""The forward of Quartet (arXiv 2505.14669): X and W projected on MXFP4 by QuEST, clipped values without a gradient.
 
-A tensor t [R, C], C contracted by the forward GEMM, is rotated by H32 along C and cut into blocks of 32. A block's scale
-follows its spread and not its maximum, so that a Gaussian block is rounded with the least mean square error:
+A tensor t [R, C], C contracted by the forward GEMM, is rotated by H32 along C and cut into blocks of 32. A block's
+scale follows its spread and not its maximum, so that a Gaussian block is rounded with the least mean square error:
 
     scale = 2^floor(log2(CLIP * std + EPS)),   value = E2M1(t H / scale) * scale to nearest even, saturating,
     kept = |t H / scale| < 6

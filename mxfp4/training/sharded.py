@@ -58,7 +58,7 @@ def read(path: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: as it should be
             dcp.load(tensors, checkpoint_id=path, process_group=ranks.control, no_dist=ranks.control is None)
-    except (Exception, CheckpointException) as error:  # its bytes are right: another version of PyTorch, or of the model
+    except (Exception, CheckpointException) as error:  # its bytes are right: another PyTorch, or another model
         raise UserError(
             f"checkpoint {path} is whole, and cannot be read ({_reason(error)}): move it away to go on from the one "
             "before it"
@@ -66,7 +66,7 @@ def read(path: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
 
 
 def copier(device: torch.device) -> AsyncStager:
-    """What copies a run's tensors before they are written; on a GPU into pinned memory, made once, at the first copy."""
+    """What copies a run's tensors before they are written; on a GPU into pinned memory, made at the first copy."""
     return BlockingAsyncStager(cache_staged_state_dict=device.type == "cuda")
 
 
