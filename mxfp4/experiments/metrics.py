@@ -97,11 +97,12 @@ def _bounded(effect: Effect, above: list[str], below: list[str]) -> Effect:
 
 def overhead(study: Study, *, arm: str, reference: str = "fp8", at: float = AT) -> Effect:
     """Extra tokens of `arm` to the target loss, as a share of the reference's."""
-    found = _overheads(study, arm, reference, target_loss(study, reference, at))
+    target = target_loss(study, reference, at)
+    found = _overheads(study, arm, reference, target)
     effect = estimate({s: o.value for s, o in found.items()}, "share", divergence_note(study, arm))
-    effect = _resampled(effect, resample.overheads(study, arm, reference, at, sorted(found)))
+    effect = _resampled(effect, resample.overheads(study, arm, reference, target, at, sorted(found)))
     if arm != reference:
-        effect = widened(effect, _noisy(study, (effect.value, 0.0), target_loss(study, reference, at), effect.seeds))
+        effect = widened(effect, _noisy(study, (effect.value, 0.0), target, effect.seeds))
     return _bounded(effect, [arm] if any(o.bound for o in found.values()) else [], [])
 
 
@@ -140,7 +141,7 @@ def overhead_difference(
     effect = estimate(
         {s: a[s].value - b[s].value for s in shared}, "share", divergence_note(study, arm, against)
     )
-    samples = [resample.overheads(study, name, reference, at, sorted(shared)) for name in (arm, against)]
+    samples = [resample.overheads(study, name, reference, target, at, sorted(shared)) for name in (arm, against)]
     if all(x is not None and np.isfinite(x).all() for x in samples):
         effect = _resampled(effect, samples[0] - samples[1])
     if arm != against:

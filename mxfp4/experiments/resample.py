@@ -104,25 +104,27 @@ def run_noise(table: np.ndarray, count: int) -> np.ndarray | None:
     return sd / np.sqrt(k) * rng.standard_normal((count, DRAWS)) * wide
 
 
-def overheads(study: Study, arm: str, reference: str, at: float, seeds: Sequence[int]) -> np.ndarray | None:
-    """[DRAWS] token overheads of `arm` over `reference`, at the loss that the reference has at the share `at` of its
-    budget (or a study's fixed target). Infinite in draws in which the arm does not get there. None without panels."""
+def overheads(
+    study: Study, arm: str, reference: str, target: float, at: float, seeds: Sequence[int]
+) -> np.ndarray | None:
+    """[DRAWS] token overheads of `arm` over `reference` at `target`, the loss that the reference has at the share `at` of
+    its budget, which moves with the draw (a study's fixed one does not). `seeds` may be fewer than those that gave it.
+    Infinite in draws in which the arm does not get there. None without panels."""
     panels = [panel(study, name, seeds) for name in (arm, reference)]
     if any(p is None for p in panels) or panels[0].shape != panels[1].shape:
         return None
     rows, weights = draws(*panels[0].shape)
     shift, base_shift = (weights @ (p - p.mean(axis=1, keepdims=True)).T for p in panels)  # [DRAWS, seed]
     ours, theirs = ([study.curves(name)[s] for s in seeds] for name in (arm, reference))
-    if study.config.stop_at_target:
-        target = np.full(len(rows), study.config.target_loss)
-    else:
-        reached = [np.interp(at * study.tokens, *_points(curve)) for curve in theirs]
-        target = np.take_along_axis(np.array(reached) + base_shift, rows, axis=1).mean(axis=1)
+    targets = np.full(len(rows), target)
+    if not study.config.stop_at_target:
+        reached = np.array([np.interp(at * study.tokens, *_points(curve)) for curve in theirs])
+        targets += np.take_along_axis(reached + base_shift, rows, axis=1).mean(axis=1) - reached.mean()
     ratio = np.empty(shift.shape)
     for i in range(len(seeds)):
-        base = crossings(theirs[i], target - base_shift[:, i])
+        base = crossings(theirs[i], targets - base_shift[:, i])
         with np.errstate(divide="ignore", invalid="ignore"):  # a reference that starts at the target says nothing
-            ratio[:, i] = np.where(base > 0, crossings(ours[i], target - shift[:, i]) / base - 1, np.nan)
+            ratio[:, i] = np.where(base > 0, crossings(ours[i], targets - shift[:, i]) / base - 1, np.nan)
         ratio[~np.isfinite(base), i] = np.nan
     picked = np.take_along_axis(ratio, rows, axis=1)
     known = ~np.isnan(picked)

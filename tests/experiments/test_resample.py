@@ -11,7 +11,7 @@ from mxfp4.experiments import metrics, resample
 from mxfp4.experiments.effect import SEEDS_AND_WINDOWS
 from mxfp4.experiments.efficiency import crossings
 from mxfp4.experiments.store import Store
-from mxfp4.experiments.study import studies
+from mxfp4.experiments.study import Study, studies
 
 NOISE = np.random.default_rng(0).normal(0, 0.05, 64)
 NOISE -= NOISE.mean()
@@ -84,6 +84,20 @@ def test_an_overhead_moves_with_the_windows(tmp_path):
     assert b.low < 0.1 < b.high and b.high - b.low > 5 * (a.high - a.low)
     pair = metrics.overhead_difference(apart, arm="mxfp4", against="fp8")
     assert (pair.low, pair.high) == pytest.approx((b.low, b.high), abs=1e-9)
+
+
+def test_an_arm_with_fewer_seeds_is_read_at_the_target_of_all(tmp_path):
+    """A third seed of the reference lies far from the other two, and moves the target away from theirs."""
+    store = Store(tmp_path)
+    for seed, slowdown in enumerate((1.0, 1.0, 3.0)):
+        put(store, config("fp8", seed), slowdown=slowdown)
+    for seed in range(2):
+        put(store, config("mxfp4", seed), offset=0.05)
+    (study,) = studies(store.load())
+    early, late = (metrics.target_loss(s, "fp8", 0.7) for s in (study, Study(tuple(r for r in study.records if r.config.seed < 2))))
+    means = [resample.overheads(study, "mxfp4", "fp8", target, 0.7, (0, 1)).mean() for target in (early, late)]
+    assert early > late + 0.1 and means[0] < 0.7 * means[1]
+    assert means[0] == pytest.approx(metrics.overhead(study, arm="mxfp4").value, rel=0.02)
 
 
 def test_one_seed_has_no_interval_and_a_diverged_run_falls_back_on_seeds(tmp_path):
