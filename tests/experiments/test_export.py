@@ -11,6 +11,7 @@ from fakes import TINY, FakeCorpus
 from safetensors.torch import load_file
 
 from mxfp4.experiments import cli
+from mxfp4.experiments.commands.export import _again
 from mxfp4.experiments.plan import Plan, plan
 from mxfp4.experiments.scales import CPU
 from mxfp4.experiments.store import Store
@@ -103,3 +104,10 @@ def test_what_is_not_there_is_one_line(store, corpus, tmp_path, capsys):
     assert cli.main(["export", "nothing", str(tmp_path / "out")]) == 1
     assert capsys.readouterr().err == f"error: nothing is no run with weights; known: {record.run_id}\n"
     assert not (tmp_path / "out").exists()
+
+
+def test_the_command_that_trains_an_arm_again_trains_that_one_alone_where_it_can():
+    sizes = plan("sizes", "gpu", recipes=["mxfp4"], seeds=[1]).arms
+    assert [_again(arm).split(" --arm")[0].rpartition(" ")[2] for arm in sizes] == ["sizes", "table1", "sizes"]
+    (experts,) = plan("moe", "gpu", recipes=["ti2d"], seeds=[0]).arms
+    assert _again(experts) == "mxfp4 train --scale gpu --plan moe --arm ti2d --seed 0"

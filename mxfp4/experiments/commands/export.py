@@ -59,13 +59,26 @@ def find(name: str) -> Path:
                 return folder
     for record in store.load():
         if record.run_id == run_id:
-            config = record.config
             raise UserError(
-                f"the weights of {run_id} were not kept: `mxfp4 train --scale {config.scale} --arm {config.recipe} "
-                f"--seed {config.seed} --keep-weights` trains it again, the record stays"
+                f"the weights of {run_id} were not kept: `{_again(record.config)} --keep-weights` trains it again, the "
+                "record stays"
             )
     there = sorted(p.name for kind in ("weights", "checkpoints") for p in (store.root / kind).glob("*/*") if p.is_dir())
     raise UserError(f"{name} is no run with weights; known: {', '.join(there) or 'none'}")
+
+
+def _again(config) -> str:
+    """The command that trains an arm: by the plan with fewest others, as a plan may have several settings."""
+    from mxfp4.experiments.plan import plan, plans_of
+    from mxfp4.experiments.scales import get_scale
+
+    plans = {
+        name: plan(name, config.scale, recipes=[config.recipe], seeds=[config.seed]).arms
+        for name in plans_of(get_scale(config.scale))
+    }
+    having = [name for name, arms in plans.items() if config in arms]
+    which = f" --plan {min(having, key=lambda name: len(plans[name]))}" if having else ""
+    return f"mxfp4 train --scale {config.scale}{which} --arm {config.recipe} --seed {config.seed}"
 
 
 def _tokenizer(given: str | None, found):

@@ -46,8 +46,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="table1, disagreement, p2, others, two-sided, sizes, moe, synthetic or all (default: all)",
     )
     parser.add_argument(
-        "--arm", action="append", metavar="RECIPE", help="these recipes instead; may be given again"
-    )
+        "--arm", action="append", metavar="RECIPE",
+        help="these recipes instead, in each setting of the plan; may be given again",
+    )  # fmt: skip
     parser.add_argument(
         "--seed", action="append", type=int, metavar="S", help="these seeds instead; may be given again"
     )
