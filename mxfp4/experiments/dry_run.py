@@ -7,6 +7,7 @@ estimate, disk is counted from the configuration.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Sequence
@@ -87,10 +88,13 @@ class DryRun:
 
 
 def machine_for(scale: str, gpus: int | None, memory_gb: float | None) -> Machine:
-    """The machine that is meant: this one's GPUs, or P1's for scale mi355x without any. UserError for gpus < 0."""
+    """The machine that is meant: this one's GPUs, or P1's for scale mi355x without any. UserError for a number of GPUs or GB
+    that no machine has."""
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus is not None and gpus < 0:
         raise UserError(f"gpus={gpus} must be 0 (the CPU) or more")
+    if memory_gb is not None and not 0 < memory_gb < math.inf:
+        raise UserError(f"gpu_memory={memory_gb:g} must be a positive number of GB")
     given = None if memory_gb is None else memory_gb * GB
     if gpus == 0 or (gpus is None and not there and scale == "cpu"):
         ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -111,8 +115,11 @@ def dry_run(
     """Look, compute, change nothing.
 
     gpus: None is this machine's, or P1's 8 for scale mi355x; 0 the CPU. memory_gb: of one GPU, instead of this
-    machine's. recompute_every: activation checkpointing of every n-th block (None: the scale's own).
+    machine's. recompute_every: activation checkpointing of every n-th block (None: the scale's own). UserError for what
+    training would refuse.
     """
+    if plan.scale.jobs < 1:
+        raise UserError(f"jobs={plan.scale.jobs} must be at least 1")
     machine = machine_for(plan.scale.name, gpus, memory_gb)
     device = "cuda" if machine.gpus else "cpu"
     status = plan.status(store, device)

@@ -116,7 +116,7 @@ def plan(
     """The plan `name` at a scale: one of PLANS, or "all".
 
     recipes, seeds: instead of the plan's own. overrides: fields of TrainConfig that every arm takes, such
-    as steps or corpus. UserError lists the known names.
+    as steps or corpus; a plan that is about a corpus (`Scale.settings`) keeps it. UserError lists the known names.
     """
     scale = get_scale(scale) if isinstance(scale, str) else scale
     known = SMALL if scale.name == "cpu" else FULL
@@ -124,8 +124,9 @@ def plan(
     for part in parts_of(name, scale):
         for seed in seeds if seeds is not None else scale.seeds_of(part):
             for setting in scale.settings_of(part):
+                own = {k: v for k, v in setting.items() if k == "corpus"}  # its model has the vocabulary of that one
                 for r in recipes if recipes is not None else known[part]:
-                    wanted.setdefault(scale.config(r, seed, **{**setting, **overrides}))
+                    wanted.setdefault(scale.config(r, seed, **{**setting, **overrides, **own}))
     # All arms of a seed before the next seed; within one, plan after plan.
     return Plan(name, scale, tuple(sorted(wanted, key=lambda config: config.seed)))
 

@@ -138,7 +138,10 @@ class TrainConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "probe_steps", tuple(self.probe_steps))
-        recipe(self.recipe)
+        try:
+            recipe(self.recipe)
+        except ValueError as error:
+            raise UserError(str(error)) from None
         _positive(
             self,
             "seq_len",

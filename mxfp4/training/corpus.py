@@ -163,7 +163,7 @@ def get_corpus(name: str, **options: object) -> Corpus:
     """
     base, _, shards = name.partition(":")
     if base == "c4" and shards:
-        match = re.fullmatch(r"(\d+)-(\d+)", shards)
+        match = re.fullmatch(r"(0|[1-9][0-9]*)-(0|[1-9][0-9]*)", shards)  # one name for one thing: runs are keyed by it
         if match is None or "shards" in options:
             raise UserError(f"corpus {name!r}: shards are named once, as in c4:768-895")
         name, options = base, {**options, "shards": (int(match[1]), int(match[2]))}

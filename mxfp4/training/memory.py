@@ -35,6 +35,7 @@ from mxfp4.training.linear import MXFP4Linear, convert
 from mxfp4.training.model import Block, Llama
 from mxfp4.training.prepared import takes_packed
 from mxfp4.training.recipe import Gemm, Operand
+from mxfp4.training.recompute import check_every
 
 WORKSPACE = 64 * 2**20
 """cuBLAS and cuBLASLt (hipBLASLt) work space, 32 MiB each."""
@@ -123,8 +124,9 @@ def estimate(
     device: "cuda" (BF16 over FP32 weights) or "cpu" (FP32). compiled: torch.compile on each block.
     recompute_every: activation checkpointing of every n-th block, the first one included; 0: none. captured: a step is
     one CUDA graph. native: the chip multiplies packed operands, so they are kept packed. Raises
-    UserError when the batch cannot be dealt to the ranks.
+    UserError when the batch cannot be dealt to the ranks, and for recompute_every < 0.
     """
+    check_every(recompute_every)
     with torch.device("meta"):
         model = convert(Llama(config.model), config.recipe, seed=config.seed)
     b = 2 if device == "cuda" else 4

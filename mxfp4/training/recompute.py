@@ -31,9 +31,14 @@ def recomputed(forward: Callable[..., Tensor], *args: Tensor) -> Tensor:
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
-def recompute_every(model: nn.Module, n: int) -> None:
-    """Recompute every n-th block of `model.layers`, the first one included; 0: none. Raises UserError for n < 0."""
+def check_every(n: int) -> None:
+    """UserError for n < 0."""
     if n < 0:
         raise UserError(f"recompute_every={n} must be 0 (no block) or more")
+
+
+def recompute_every(model: nn.Module, n: int) -> None:
+    """Recompute every n-th block of `model.layers`, the first one included; 0: none. Raises UserError for n < 0."""
+    check_every(n)
     for i, block in enumerate(model.layers):
         block.recompute = n > 0 and i % n == 0

@@ -121,6 +121,12 @@ def test_seeds_come_last():
     assert seeds == sorted(seeds)
 
 
+def test_another_corpus_leaves_the_plan_about_one_on_its_own():
+    """Its model has that corpus's vocabulary, in which no text could be written."""
+    arms = plan("all", "gpu", corpus="technical").arms
+    assert {(a.corpus, a.model.vocab_size) for a in arms} == {("technical", SCALES["gpu"].model.vocab_size), ("synthetic", 1024)}
+
+
 def test_unknown_names_are_refused():
     with pytest.raises(UserError, match="unknown plan 'table2' .*known: table1, disagreement, .*, synthetic, all"):
         plan("table2", "cpu")

@@ -147,6 +147,16 @@ def test_sums_are_those_that_sha256sum_reads(folder):
     assert all(hashlib.sha256((path / n).read_bytes()).hexdigest() == s for n, s in sums.items())
 
 
+@pytest.mark.parametrize("left", [0, 1, -1])
+def test_sums_that_lost_lines_are_no_proof(folder, tmp_path, left):
+    path = tmp_path / "step-00000007"
+    shutil.copytree(folder / "straight" / path.name, path)
+    assert sharded.problem(path, ALONE) is None
+    lines = (path / "SHA256SUMS").read_text().splitlines(keepends=True)
+    (path / "SHA256SUMS").write_text("".join(lines[:left]))
+    assert sharded.problem(path, ALONE) == "was not finished"
+
+
 def test_saving_takes_a_small_share_of_the_time_and_no_wall_clock(monkeypatch, tmp_path):
     """A save that took 3 s is followed by 150 s of training; a wall clock that jumps back changes nothing."""
     now = [1000.0]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from mxfp4.errors import UserError
+
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register the sub-command."""
@@ -56,11 +58,17 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_plan(args: argparse.Namespace, name: str | None = None):
-    """The Plan that the options ask for; name: instead of theirs."""
+    """The Plan that the options ask for; name: instead of theirs. UserError for what is unknown."""
     from mxfp4.experiments.plan import plan  # imports torch
+    from mxfp4.training.corpus import get_corpus
 
-    overrides = {"corpus": args.corpus} if args.corpus else {}
-    return plan(name or args.plan, args.scale, recipes=args.arm, seeds=args.seed, **overrides)
+    overrides = {} if args.corpus is None else {"corpus": args.corpus}
+    if args.corpus not in (None, "synthetic"):
+        get_corpus(args.corpus)  # refuses what is none
+    chosen = plan(name or args.plan, args.scale, recipes=args.arm, seeds=args.seed, **overrides)
+    if overrides and name is None and all(a.corpus != args.corpus for a in chosen.arms):
+        raise UserError(f"plan {args.plan!r} is about corpus {chosen.arms[0].corpus!r} and has no arm on {args.corpus!r}")
+    return chosen
 
 
 def run(args: argparse.Namespace) -> int:
