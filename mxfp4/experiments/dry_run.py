@@ -124,7 +124,7 @@ def dry_run(
     device = "cuda" if machine.gpus else "cpu"
     status = plan.status(store, device)
     left = [a.config for a in status if not a.done]
-    ranks = ranks_of(plan, machine.gpus)
+    ranks = plan.scale.ranks_on(machine.gpus)
     every = plan.scale.recompute_every if recompute_every is None else recompute_every
     memory = _memories(left, ranks, device, plan, every, machine.path == "native")
     at_a_time = 1 if ranks > 1 else plan.scale.jobs
@@ -138,12 +138,6 @@ def dry_run(
         plan, machine, tuple(_cost(a, ranks) for a in status), tuple(memory), at_a_time, packings, tuple(disk), free,
         tuple(problems),
     )  # fmt: skip
-
-
-def ranks_of(plan: Plan, gpus: int) -> int:
-    """GPUs that train one arm together: as `Scale.ranks`, for a machine that need not be this one."""
-    given = plan.scale.ranks_per_arm
-    return given or max(n for n in range(1, max(gpus, 1) + 1) if plan.scale.micro_batches % n == 0)
 
 
 def _memories(left: Sequence[TrainConfig], ranks: int, device: str, plan: Plan, every: int, native: bool) -> list:
@@ -237,7 +231,7 @@ def _head(r: DryRun) -> str:
         f"model      {count(model.n_params())} parameters, sequence {scale.seq_len}, batch {scale.batch_size}, "
         f"{count(scale.batch_size * scale.seq_len)} tokens a step",
         f"FP4 path   {machine.path}",
-        *([f"an arm     on {ranks} GPUs together"] if (ranks := ranks_of(r.plan, machine.gpus)) > 1 else []),
+        *([f"an arm     on {ranks} GPUs together"] if (ranks := scale.ranks_on(machine.gpus)) > 1 else []),
     ]
     return "\n".join(lines)
 

@@ -76,12 +76,13 @@ class Scale:
 
     def ranks(self, device) -> int:
         """Ranks of an arm on this machine; device: a torch.device. On the CPU, where they are processes, 0 means 1."""
-        if self.ranks_per_arm:
-            return self.ranks_per_arm
         from torch.cuda import device_count
 
-        gpus = device_count() if device.type == "cuda" and device.index is None else 1
-        return max(n for n in range(1, max(gpus, 1) + 1) if self.micro_batches % n == 0)
+        return self.ranks_on(device_count() if device.type == "cuda" and device.index is None else 1)
+
+    def ranks_on(self, gpus: int) -> int:
+        """Ranks of an arm on a machine with so many GPUs."""
+        return self.ranks_per_arm or max(n for n in range(1, max(gpus, 1) + 1) if self.micro_batches % n == 0)
 
     def execution(self) -> dict:
         """How a step is executed, which changes no result's meaning: keywords of `train`."""
