@@ -11,7 +11,8 @@ from mxfp4.experiments.probes import Probe
 from mxfp4.experiments.store import Store
 from mxfp4.training import checkpoint, parallel, weights
 from mxfp4.training.config import TrainConfig
-from mxfp4.training.loop import TokenSource, train
+from mxfp4.training.interface import TokenSource
+from mxfp4.training.loop import train
 from mxfp4.training.packing import prepare
 
 

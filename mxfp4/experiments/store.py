@@ -38,7 +38,7 @@ from mxfp4.experiments.probes import COLUMNS as PROBE_COLUMNS
 from mxfp4.numerics.path import matmul_path
 from mxfp4.training import checkpoint, durable
 from mxfp4.training.config import TrainConfig
-from mxfp4.training.loop import TrainResult
+from mxfp4.training.interface import TrainResult
 from mxfp4.training.paths import runs_dir
 from mxfp4.training.recipe import recipe
 

@@ -27,7 +27,7 @@ from mxfp4.experiments.plan import Plan
 from mxfp4.experiments.pool import Pool, Summary, places, stop_on_signal
 from mxfp4.experiments.store import Store
 from mxfp4.training import parallel, weights
-from mxfp4.training.loop import TokenSource
+from mxfp4.training.interface import TokenSource
 from mxfp4.training.packing import prepare
 
 __all__ = ["Summary", "arm_name", "places", "run_plan", "train_arm"]

@@ -18,10 +18,8 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,49 +31,16 @@ from mxfp4.training.captured import CapturedStep
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.divergence import DivergenceWatch
 from mxfp4.training.evaluate import bits_per_byte, token_loss, token_losses, window_losses
+from mxfp4.training.interface import Probe, TokenSource, TrainResult
 from mxfp4.training.linear import MXFP4Linear, convert, set_step, weights_kept
 from mxfp4.training.model import Llama, build_model
-from mxfp4.training.parallel import Ranks, whole
 from mxfp4.training.optim import learning_rate, make_optimizer, set_learning_rate
+from mxfp4.training.parallel import Ranks, whole
 from mxfp4.training.recompute import recompute_every as set_recompute
 from mxfp4.training.resume import Checkpoints
 
 FETCH_EVERY = {"cpu": 1, "cuda": 20}  # steps between two looks at the losses
 CHECKPOINT_SECONDS = 60.0
-
-Probe = Callable[[nn.Module, int, Tensor], list[dict]]
-"""(model before step `step`, step from 1, its batch [batch, seq + 1]) -> tidy rows. May run forward and
-backward."""
-
-
-class TokenSource(Protocol):
-    """What the loop needs of a packed corpus."""
-
-    vocab_size: int
-    fingerprint: str
-
-    def batch(self, step: int, batch_size: int, seq_len: int, seed: int) -> Tensor: ...
-    def eval_windows(self, n: int | None, seq_len: int) -> Tensor: ...
-    def bytes_per_token(self, split: str = "validation", windows: Tensor | None = None) -> float: ...
-
-
-@dataclass
-class TrainResult:
-    """What a run gave."""
-
-    curve: list[dict]
-    """step, tokens, train_loss, grad_norm, lr, eval_loss (nats a token, NaN where not evaluated), eval_bpb
-    and balance_loss (NaN for a dense model). Row 0 is the evaluation of the initial weights."""
-    probes: list[dict]
-    """Rows of the probe."""
-    window_losses: list[float]
-    """Mean loss of each window of the last evaluation, nats a token; the windows of two arms are the same."""
-    outcome: dict
-    """status ("finished", "diverged" or "paused"), step, tokens, reason, final_loss, final_bpb, target."""
-    timings: dict
-    """Seconds and tokens/s, as measured on this machine."""
-    model: Llama = field(repr=False)
-    """The model as training left it."""
 
 
 def train(

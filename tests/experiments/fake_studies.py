@@ -8,7 +8,7 @@ import numpy as np
 
 from mxfp4.experiments.store import Store
 from mxfp4.training.config import ModelConfig, TrainConfig
-from mxfp4.training.loop import TrainResult
+from mxfp4.training.interface import TrainResult
 
 BIG = ModelConfig(
     vocab_size=64, dim=512, n_layers=10, n_heads=8, n_kv_heads=4, ffn_dim=1408, max_seq_len=1024

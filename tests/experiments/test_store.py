@@ -19,7 +19,8 @@ import mxfp4
 from mxfp4.errors import UserError
 from mxfp4.experiments.lock import Lock
 from mxfp4.experiments.store import Store
-from mxfp4.training.loop import TrainResult, train
+from mxfp4.training.interface import TrainResult
+from mxfp4.training.loop import train
 
 
 def result(loss=3.0, status="finished", probes=()):

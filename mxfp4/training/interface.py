@@ -1,0 +1,46 @@
+"""What the training loop takes beside a configuration (tokens, a probe), and what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from mxfp4.training.model import Llama
+
+Probe = Callable[[nn.Module, int, Tensor], list[dict]]
+"""(model before step `step`, step from 1, its batch [batch, seq + 1]) -> tidy rows. May run forward and
+backward."""
+
+
+class TokenSource(Protocol):
+    """What the loop needs of a packed corpus."""
+
+    vocab_size: int
+    fingerprint: str
+
+    def batch(self, step: int, batch_size: int, seq_len: int, seed: int) -> Tensor: ...
+    def eval_windows(self, n: int | None, seq_len: int) -> Tensor: ...
+    def bytes_per_token(self, split: str = "validation", windows: Tensor | None = None) -> float: ...
+
+
+@dataclass
+class TrainResult:
+    """What a run gave."""
+
+    curve: list[dict]
+    """step, tokens, train_loss, grad_norm, lr, eval_loss (nats a token, NaN where not evaluated), eval_bpb
+    and balance_loss (NaN for a dense model). Row 0 is the evaluation of the initial weights."""
+    probes: list[dict]
+    """Rows of the probe."""
+    window_losses: list[float]
+    """Mean loss of each window of the last evaluation, nats a token; the windows of two arms are the same."""
+    outcome: dict
+    """status ("finished", "diverged" or "paused"), step, tokens, reason, final_loss, final_bpb, target."""
+    timings: dict
+    """train_seconds, evaluate_seconds, tokens_per_second (None for a run too short to time); on a GPU peak_memory_bytes,
+    the largest of the ranks'; on several ranks their number, `ranks`. As measured on this machine."""
+    model: Llama = field(repr=False)
+    """The model as training left it."""
