@@ -9,7 +9,8 @@ Three values that happen to have one sign have a bootstrap interval on that side
 in four times. All arms of a study tell together, and with many degrees of freedom, how much one run differs from its
 repetition: the **scatter**, what is left of arm x seed once the means of arms and of seeds are out. No interval is
 narrower than Student's, made from the scatter; of two arms alone, or of one value a seed (a roughness, an order, a
-slope), that is the paired t interval.
+slope), that is the paired t interval. The arms are taken to scatter alike: the interval of one that scatters more than
+the others is too narrow.
 
 A record keeps the losses of each window for the last evaluation alone. For a crossing, what resampled windows change
 at the end, arm by arm, is taken to shift that arm's curve as a whole.

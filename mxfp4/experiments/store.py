@@ -35,7 +35,7 @@ from mxfp4.errors import UserError
 from mxfp4.experiments.lock import Lock
 from mxfp4.experiments.machine import default_device, git_state, machine
 from mxfp4.experiments.probes import COLUMNS as PROBE_COLUMNS
-from mxfp4.numerics.path import matmul_path
+from mxfp4.numerics.path import PATHS, matmul_path
 from mxfp4.training import checkpoint, durable
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.interface import TrainResult
@@ -125,8 +125,7 @@ class Store:
 
     def run_id(self, config: TrainConfig, device: torch.device | str | None = None) -> str:
         """<recipe>-s<seed>-<12 digits of the key>: a safe file name whatever the recipe is called."""
-        slug = re.sub(r"[^a-z0-9]+", "-", config.recipe.lower()).strip("-")[:64] or "run"
-        return f"{slug}-s{config.seed}-{self.key(config, device)[:12]}"
+        return _run_id(config, self.key(config, device))
 
     def folder(self, config: TrainConfig, device: torch.device | str | None = None) -> Path:
         return self.root / "records" / safe_scale(config.scale) / self.run_id(config, device)
@@ -139,9 +138,15 @@ class Store:
         return self.root / "weights" / safe_scale(config.scale) / self.run_id(config, device)
 
     def get(self, config: TrainConfig, device: torch.device | str | None = None) -> Record | None:
-        """The whole record of this arm, or None."""
-        record = _read(self.folder(config, device))
-        return record if record is not None and record.key == self.key(config, device) else None
+        """The whole record of this arm, or None; of a GPU where there is none, whichever way its products went."""
+        device = torch.device(device) if device is not None else default_device()
+        here = device.type != "cuda" or torch.cuda.is_available()
+        for path in (matmul_path(device),) if here else PATHS:
+            key = _key(config, device.type, path, mxfp4.SEMANTICS_VERSION)
+            record = _read(self.root / "records" / safe_scale(config.scale) / _run_id(config, key))
+            if record is not None and record.key == key:
+                return record
+        return None
 
     def put(
         self, config: TrainConfig, result: TrainResult, device=None, *, corpus: str | None = None
@@ -255,6 +260,11 @@ def safe_scale(name: str) -> str:
     if not _SCALE.fullmatch(name):
         raise UserError(f"scale {name!r} is not a name: allowed are 1 to 32 of a-z, 0-9, _ and -")
     return name
+
+
+def _run_id(config: TrainConfig, key: str) -> str:
+    slug = re.sub(r"[^a-z0-9]+", "-", config.recipe.lower()).strip("-")[:64] or "run"
+    return f"{slug}-s{config.seed}-{key[:12]}"
 
 
 def _key(config: TrainConfig, device_type: str, path: str, semantics_version: int) -> str:

@@ -25,6 +25,7 @@ def _how(prefix: str = "") -> str:
 
 
 _library.define("fp8_per_tensor(Tensor x, str elem, ScalarType dtype) -> (Tensor, Tensor)")
+_library.define("bf16_values(Tensor x, ScalarType dtype) -> Tensor")
 _library.define("draw_seed(Tensor(a!) counter) -> Tensor")
 _library.define(f"quantize(Tensor x, int axis, {_how()}, Tensor? seed) -> (Tensor, Tensor)")
 _library.define(f"fake_quantize(Tensor x, int axis, {_how()}, Tensor? seed, ScalarType dtype) -> Tensor")
@@ -81,6 +82,16 @@ def _fp8_per_tensor(x, elem, dtype):
 @torch.library.register_fake("mxfp4::fp8_per_tensor", lib=_library)
 def _fp8_per_tensor_shape(x, elem, dtype):
     return torch.empty_like(x, dtype=dtype), x.new_empty((), dtype=torch.float32)
+
+
+@torch.library.impl(_library, "bf16_values", "CompositeExplicitAutograd")
+def _bf16_values(x, dtype):
+    return x.to(torch.bfloat16).to(dtype)
+
+
+@torch.library.register_fake("mxfp4::bf16_values", lib=_library)
+def _bf16_values_shape(x, dtype):
+    return torch.empty_like(x, dtype=dtype)
 
 
 def _orientation(how: tuple, dtype: torch.dtype | None) -> Orientation:
@@ -182,10 +193,14 @@ def _values_and_packed_shape(x, *how):
 
 # int64 [2], (key, draws so far) -> the next seed; counts the draw. As one operator a compiler cannot recompute it after
 # the count has moved on; where a forward is run again for its gradients, it gives the last seed once more, so that the
-# gradients are those of what the first forward computed.
+# gradients are those of what the first forward computed: of the layer's last forward. Of two forwards before the first
+# backward, as in a pipeline or of a shared layer, only checkpointing that keeps the drawn seeds (`training.recompute`)
+# gives the first one its own.
 draw_seed = torch.ops.mxfp4.draw_seed.default
 # (E4M3 or E5M2 values with one scale for the tensor, from its current maximum; the factor that undoes the scale).
 fp8_per_tensor = torch.ops.mxfp4.fp8_per_tensor.default
+# Rounded to BF16, in another dtype: two casts in a row, of which a compiler would leave nothing.
+bf16_values = torch.ops.mxfp4.bf16_values.default
 quantize = torch.ops.mxfp4.quantize.default
 fake_quantize = torch.ops.mxfp4.fake_quantize.default
 quantize_pair = torch.ops.mxfp4.quantize_pair.default

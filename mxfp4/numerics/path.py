@@ -9,6 +9,8 @@ from functools import lru_cache
 
 import torch
 
+PATHS = ("native", "emulated")
+
 # Chips whose matrix units multiply FP4 blocks with E8M0 scales: CDNA4 and Blackwell data-centre parts.
 NATIVE_ROCM = ("gfx950",)
 NATIVE_CUDA = ((10, 0), (10, 3))

@@ -20,7 +20,7 @@ from mxfp4.numerics.formats import BLOCK, elem_format
 from mxfp4.numerics.hadamard import Hadamard, rotate_last
 from mxfp4.numerics.matmul import as_dtype, gemm, gemm_dtype
 from mxfp4.numerics.nvfp4 import nvfp4_values
-from mxfp4.numerics.ops import fp8_per_tensor, fp8_scale
+from mxfp4.numerics.ops import bf16_values, fp8_per_tensor, fp8_scale
 from mxfp4.numerics.philox import random16, random_signs
 from mxfp4.numerics.quantize import fake_quantize, fake_quantize_pair
 from mxfp4.numerics.rounding import round_stochastic
@@ -88,7 +88,7 @@ def quantized_operand(t: Tensor, op: Operand, axis: int, seed: Tensor | None, st
     if op.format == "fp32":
         return value.float(), None
     if op.format == "bf16":
-        return value.to(torch.bfloat16).to(carrier), None
+        return (value.to(carrier) if carrier == torch.bfloat16 else bf16_values(value, carrier)), None
     if op.format == "nvfp4":
         value = value if axis == -1 or not op.transposable else t
         value, factor = nvfp4_values(value.float(), op.block, seed if op.rounding == "stochastic" else None, stream)

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 from fakes import FakeCorpus, tiny_config
 
 import mxfp4
 from mxfp4.errors import UserError
+from mxfp4.experiments import store as store_module
 from mxfp4.experiments.lock import Lock
 from mxfp4.experiments.store import Store
 from mxfp4.training.interface import TrainResult
@@ -244,3 +246,18 @@ def test_a_lock_ends_with_its_process_whatever_the_clock_says(tmp_path):
     assert lock.acquire() and lock.holder().startswith(f"pid {os.getpid()} on ")
     lock.release()
     assert not path.exists() and lock.holder() is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+@pytest.mark.parametrize("path", ["native", "emulated"])
+def test_records_of_gpus_are_found_where_there_is_none(store, path):
+    """A native GPU's key differs from an emulating one's; a laptop that reads a study can have neither."""
+    config = tiny_config()
+    record = store.put(config, result(), "cpu", corpus="fake")
+    data = json.loads((record.folder / "record.json").read_text())
+    data["machine"] |= {"device_type": "cuda", "path": path}
+    data["key"] = store_module._key(config, "cuda", path, data["semantics_version"])
+    (record.folder / "record.json").write_text(json.dumps(data))
+    record.folder.rename(record.folder.with_name(store_module._run_id(config, data["key"])))
+    assert store.get(config, "cuda").machine["path"] == path
+    assert store.get(config, "cpu") is None

@@ -290,6 +290,16 @@ def test_requantize_takes_the_backward_operands_from_the_forward_ones():
     assert torch.equal(backward.t(), again) and not torch.equal(backward.t(), mxfp4.fake_quantize(w, axis=0, scale_rule="rceil"))
 
 
+def test_prescale_is_exact_for_bf16_tensors():
+    """3/4 of a BF16 number has two bits more than BF16 holds."""
+    from mxfp4.training.gemms import quantized_operand
+
+    x = (torch.randn(32, 64) * 3).bfloat16()
+    op, seed = recipe("mxfp4+prescale+sr").fprop.a, torch.tensor(5)
+    of_bf16, of_fp32 = (quantized_operand(t, op, -1, seed, 0)[0] for t in (x, x.float()))
+    assert torch.equal(of_bf16, of_fp32)
+
+
 def test_prescale_takes_the_floor_scale_and_is_unbiased_at_the_block_maximum():
     from mxfp4.numerics.formats import e8m0_value
     from mxfp4.training.gemms import quantized_operand

@@ -1,7 +1,8 @@
 """Hugging Face: our recipes under its Trainer, and our models in its format.
 
 Training: `mxfp4.convert` takes a transformers model as it is. Names and shapes of its state_dict do not change, so
-`save_pretrained`, `from_pretrained` and then `convert` again give the model back, and gradient checkpointing works.
+`save_pretrained`, `from_pretrained` and then `convert` again give the model back, and gradient checkpointing works
+(of a recipe that draws random numbers where each forward of a layer is followed by its backward: see `ops.draw_seed`).
 
     model = mxfp4.convert(LlamaForCausalLM.from_pretrained(...), "mxfp4+h16")
     Trainer(model=model, callbacks=[set_step_callback()], ...).train()
