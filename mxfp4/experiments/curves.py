@@ -185,7 +185,7 @@ def overhead_points(study: Study, *, at: float = metrics.AT) -> pd.DataFrame:
         effect = _try("overhead", study, arm=row.recipe, at=at)
         if effect is not None:
             reached = not metrics.is_bound(effect)
-            low, high = _ends_of(effect, at)
+            low, high = percent_ends(effect, at)
             rows.append(
                 {
                     "label": label,
@@ -242,7 +242,7 @@ def _span(effect: Effect) -> dict:
     return dict(zip(_SPAN, (effect.value, low, high, len(effect.seeds), effect_text(effect)), strict=True))
 
 
-def _ends_of(effect: Effect, at: float) -> tuple[float, float]:
+def percent_ends(effect: Effect, at: float) -> tuple[float, float]:
     """Ends of an overhead's interval for a chart, percent: an open one ends where the budget does, an unknown one is 0
     long."""
     if math.isnan(effect.low):
@@ -262,7 +262,7 @@ def target_frame(
         for at in ats:
             e = _try("overhead", study, arm=arm, reference=reference, at=at)
             if e is not None and not metrics.is_bound(e):
-                low, high = _ends_of(e, at)
+                low, high = percent_ends(e, at)
                 rows.append({"arm": arm, "at": 100 * at, "overhead": 100 * e.value, "low": low, "high": high})
     return pd.DataFrame(rows, columns=["arm", "at", "overhead", "low", "high"])
 

@@ -16,7 +16,8 @@ import pandas as pd
 from mxfp4.experiments import metrics
 from mxfp4.experiments.charts import PALETTE
 from mxfp4.experiments.claims import effect_text
-from mxfp4.experiments.effect import NoEffect, estimate, final_losses
+from mxfp4.experiments.curves import percent_ends
+from mxfp4.experiments.effect import Effect, NoEffect, estimate, final_losses
 from mxfp4.experiments.findings import Finding
 from mxfp4.experiments.study import Study, count
 
@@ -43,11 +44,16 @@ def size_frame(
                     e = metric(study, arm=arm, **options)
                 except NoEffect:
                     continue
-                ends = [x if math.isfinite(x) else e.value for x in (e.low, e.high)]
-                row |= {name: factor * e.value, f"{name}_low": factor * ends[0], f"{name}_high": factor * ends[1]}
+                ends = percent_ends(e, at) if name == "overhead" else _ends(e)
+                row |= {name: factor * e.value, f"{name}_low": ends[0], f"{name}_high": ends[1]}
                 row[f"{name}_text"] = effect_text(e, unit=False)
             rows.append(row)
     return pd.DataFrame(rows)
+
+
+def _ends(e: Effect) -> tuple[float, float]:
+    """Ends of a difference's interval for a chart; one that is open or unknown is 0 long."""
+    return tuple(x if math.isfinite(x) else e.value for x in (e.low, e.high))
 
 
 def size_chart(frame: pd.DataFrame, quantity: str, *, title: str, unit: str) -> alt.LayerChart:

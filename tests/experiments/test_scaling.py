@@ -37,6 +37,12 @@ def test_rows_are_sizes_and_arms_with_their_own_reference(tmp_path):
         render(scaling.size_chart(frame, quantity, title="T", unit="u"), "a caption")
 
 
+def test_an_overhead_that_misses_the_target_has_an_interval_to_the_end_of_the_budget(tmp_path):
+    (study,) = studies(sizes(tmp_path, lambda i, seed: 2.0)[0].records)
+    row = scaling.size_frame([study], ["mxfp4"], at=0.7).iloc[0]
+    assert row["overhead_high"] >= 100 * (1 / 0.7 - 1) - 1e-9 and math.isfinite(row["overhead_high"])
+
+
 def test_trend_is_the_slope_for_three_times_the_parameters(tmp_path):
     grows, shrinks, flat = (
         scaling.trend(sizes(tmp_path / str(k), lambda i, seed, k=k: 0.05 + k * 0.01 * i + 1e-4 * seed * i * (k or seed - 1)), ["mxfp4"])
