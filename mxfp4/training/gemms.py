@@ -76,7 +76,7 @@ def quantized_operand(t: Tensor, op: Operand, axis: int, seed: Tensor | None, st
         # The floor rule's scale of t puts 3/4 t in [3, 6) of it: that is rceil's scale of 3/4 t, but for a block whose
         # maximum is a power of two, where rceil takes the half of it, and does not clip either.
         scaled = replace(op, scale_rule="rceil", prescaled=False)
-        return quantized_operand(t * 0.75, scaled, axis, seed, stream)[0], torch.full((), 4 / 3, device=t.device)
+        return quantized_operand(t.float() * 0.75, scaled, axis, seed, stream)[0], torch.full((), 4 / 3, device=t.device)
     if op.is_mx:
         free = op.transposable
         value = fake_quantize(t, axis=-1 if free else axis, seed=seed, dtype=carrier, **how(op, stream))

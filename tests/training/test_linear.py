@@ -366,8 +366,9 @@ def test_state_dict_and_deepcopy():
     assert torch.equal(copy.deepcopy(layer)(x), layer(x))
 
 
-@pytest.mark.parametrize("name", ["mxfp4+h16", "mxfp4+sr", "ti2d", "quartet"])
+@pytest.mark.parametrize("name", ["bf16", "mxfp4-bwd+h16", "mxfp4+h16", "mxfp4+sr", "ti2d", "quartet"])
 def test_compiled_whole_equals_eager(name, data):
+    torch.compiler.reset()  # one forward may be compiled for so many layers only
     x, grad = data
     eager = MXFP4Linear(64, 128, recipe=name, fqn="layers.0.attention.wo")
     compiled = copy.deepcopy(eager)
