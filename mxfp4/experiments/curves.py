@@ -100,7 +100,9 @@ def _overhead_text(effect: Effect | None) -> str:
     if effect is None:
         return "–"
     if metrics.is_bound(effect):
-        return f"more than {100 * (effect.value if math.isnan(effect.low) else effect.low):.0f}"
+        if math.isnan(effect.low):
+            return f"more than {100 * effect.value:.0f}"
+        return f"more than {effect_text(effect, unit=False)}"
     return effect_text(effect, unit=False)
 
 

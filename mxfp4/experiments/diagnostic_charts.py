@@ -73,7 +73,7 @@ def phase_lines(
     facets = [name for name in rows["what"].unique() if name in facets]
     base = alt.Chart(table).encode(
         x=alt.X("phase:N", sort=phases, title=None, axis=_names(0), scale=alt.Scale(padding=0.5)),
-        color=alt.Color(f"{colour}:N", sort=order, title=None),
+        color=alt.Color(f"{colour}:N", sort=order, title=None, legend=alt.Legend(columns=3)),
         tooltip=[f"{colour}:N", "phase:N", *(alt.Tooltip(f"{n}:Q", format=".4g") for n in ("value", "low", "high"))],
     )
     y = alt.Y("value:Q", title=unit, axis=alt.Axis(format=form, tickCount=5))

@@ -257,21 +257,21 @@ def _memory() -> Check:
 
 
 def _fit(scale: str) -> list[Check]:
-    """What a dry run of P1's Table 1 says of memory and disk, for the scales that can be too large."""
+    """What a dry run of every plan says of memory and disk, for the scales that can be too large."""
     from mxfp4.experiments.dry_run import GB, dry_run, needed
     from mxfp4.experiments.plan import plan
     from mxfp4.experiments.store import Store
 
     if scale == "cpu":
         return []
-    result = dry_run(plan("table1", scale), Store())
+    result = dry_run(plan("all", scale), Store())
     m, checks = result.machine, []
     if result.memory:
         need = max(needed(memory, m, result.at_a_time) for _, memory in result.memory)
         has = f" of {m.memory / GB:.0f} GB" if m.memory else ""
         checks.append(Check("memory of a GPU", "ok", f"{need / GB:.1f} GB needed{has}, {m.gpus} x {m.what}"))
     total = sum(size for _, size in result.disk)
-    checks.append(Check("disk for the runs", "ok", f"{total / GB:.3g} GB to be written, {result.free / GB:.3g} GB free"))
+    checks.append(Check("disk for the runs", "ok", f"{total / GB:.3g} GB to be written, {result.free / GB:.3g} GB free here{'' if m.here else ', not the machine meant'}"))
     names = {"memory": "memory of a GPU", "disk": "disk for the runs"}
     for problem in result.problems:
         what, _, said = problem.partition(": ")

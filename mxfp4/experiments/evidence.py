@@ -15,7 +15,7 @@ from mxfp4.errors import UserError
 from mxfp4.experiments.claims import Verdict
 from mxfp4.experiments.plan import Plan, parts_of, plan
 from mxfp4.experiments.store import Store
-from mxfp4.experiments.study import Study, same_setting, studies
+from mxfp4.experiments.study import Study, count, same_setting, studies
 from mxfp4.training.config import TrainConfig
 
 
@@ -55,7 +55,7 @@ class Evidence:
 
     def _repr_html_(self) -> str:
         names = self.study.names(*self.arms) if self.study else []
-        said = html.escape(self.study.describe() if self.study else "no records yet")
+        said = html.escape(self.study.describe(*self.arms) if self.study else f"no records yet of {self._what()}")
         parts = [f"<strong>Evidence.</strong> {said[:1].upper()}{said[1:]}."]
         if self.substitute:
             parts.append(
@@ -74,7 +74,13 @@ class Evidence:
 
     def __repr__(self) -> str:
         names = self.study.names(*self.arms) if self.study else []
-        return f"{self.study.describe() if self.study else 'no records yet'}: {', '.join(names)}"
+        return f"{self.study.describe(*self.arms) if self.study else 'no records yet'}: {', '.join(names)}"
+
+    def _what(self) -> str:
+        """The model and the corpus of the plan, which tell parts of one plan apart."""
+        config = self.plan.arms[0]
+        experts = f", {config.model.n_experts} experts," if config.model.n_experts else ""
+        return f"{count(config.model.n_params_non_embedding())} non-embedding parameters{experts} on {config.corpus}"
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,11 @@ def against_rivals(frame: pd.DataFrame) -> pd.DataFrame:
     return rivals.assign(theirs=rivals["microseconds"], ours=mine, times=rivals["microseconds"] / mine)
 
 
+def problems(frame: pd.DataFrame) -> dict[str, str]:
+    """The heading of the column `problem` for a table of `frame`; nothing where no row has one."""
+    return {"problem": "problem"} if frame["problem"].notna().any() else {}
+
+
 def sizes_of_rotation(name: str) -> pd.DataFrame:
     """source, quantity, ratio: how much H32 costs over H16, by P1, by bytes, by code and by measurement."""
     stated = published.figure("h16-h32")

@@ -136,7 +136,7 @@ def layer_chart() -> alt.Chart:
     frame = layers()
     frame["milliseconds"] = 1e3 * frame["seconds"]
     return (
-        alt.Chart(frame, title="Forward and backward of each layer: the floor, by how operands are quantized")
+        alt.Chart(frame, title=alt.TitleParams("Forward and backward of each layer", subtitle="the floor, by how operands are quantized"))
         .mark_bar()
         .encode(
             y=alt.Y("way:N", title=None, sort=[w.name for w in WAYS], axis=alt.Axis(labelLimit=260)),
@@ -146,5 +146,5 @@ def layer_chart() -> alt.Chart:
             row=alt.Row("layer:N", title=None, sort=list(published.LLAMA_8B_GEMMS), header=alt.Header(labelAngle=0, labelAlign="left")),
             tooltip=["layer", "way", "part", alt.Tooltip("milliseconds:Q", format=".3f")],
         )
-        .properties(width=420, height=alt.Step(18))
+        .properties(width=310, height=alt.Step(18))
     )  # fmt: skip

@@ -86,13 +86,15 @@ class Study:
         columns = ["arm", "seed", "recipe", "step", "layer", "gemm", "tensor", "metric", "value"]
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=columns)
 
-    def describe(self) -> str:
-        """One line: scale, model, corpus, tokens, seeds, path."""
+    def describe(self, *arms: str) -> str:
+        """One line: scale, model, corpus, tokens, arms, seeds, path. arms: counts these alone (default all)."""
+        mine = {arm: found for arm, found in self.arms.items() if not arms or arm in arms}
+        seeds = sorted({seed for found in mine.values() for seed in found})
         experts = f", {self.config.model.n_experts} experts" if self.config.model.n_experts else ""
         return (
             f"scale {self.scale}: {count(self.parameters)} non-embedding parameters{experts}, "
-            f"{count(self.tokens)} tokens of {self.config.corpus} an arm, {len(self.arms)} arms, "
-            f"seeds {', '.join(map(str, self.seeds))}, "
+            f"{count(self.tokens)} tokens of {self.config.corpus} an arm, {len(mine)} arm{'s' if len(mine) != 1 else ''}, "
+            f"seed{'s' if len(seeds) != 1 else ''} {', '.join(map(str, seeds))}, "
             f"{self.records[0].machine['device_type']}, FP4 {self.path}"
         )
 

@@ -115,5 +115,9 @@ def test_table():
     assert '<th scope="col">Arm</th><th scope="col" class="mx-number">N</th>' in markup
     assert '<td>&lt;a&gt;</td><td class="mx-number">1,000</td><td class="mx-number">\u22121.2</td>' in markup
     assert '<td>–</td><td class="mx-number">2</td><td class="mx-number">–</td>' in markup
+    code = pd.DataFrame({"code": ["4 tcgen05.mma.kind::mxf4.block_scale", "mxfp4-fprop_dgrad <b>"]})
+    markup = table_html(code, caption="C")
+    assert "<td>4 tcgen05.<wbr>mma.<wbr>kind::<wbr>mxf4.<wbr>block_<wbr>scale</td>" in markup
+    assert "<td>mxfp4-fprop_dgrad &lt;b&gt;</td>" in markup
     with pytest.raises(ValueError, match="no column 'los'; known: arm, loss, n"):
         table_html(frame, caption="C", formats={"los": ".1f"})
