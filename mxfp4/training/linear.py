@@ -56,7 +56,7 @@ class _QuantizedLinear(torch.autograd.Function):
             else:
                 memory = weight.untyped_storage()  # held on to, so that no other weight gets its address
                 place = (memory._cdata, weight.storage_offset(), weight.shape, weight.stride())
-                key = (*place, weight.dtype, weight._version, out_dtype, wanted[0])
+                key = (*place, weight.dtype, weight._version, layer_recipe, out_dtype, wanted[0])
                 if key not in kept:
                     kept.clear()
                     kept[key] = (*made_of(weight.to(out_dtype), "w", "dgrad", wanted[0]), memory)

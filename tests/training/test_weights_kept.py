@@ -7,7 +7,7 @@ import pytest
 import torch
 from fakes import TINY, FakeCorpus, tiny_config
 
-from mxfp4 import convert, set_step
+from mxfp4 import convert, recipe, set_step
 from mxfp4.training import prepared
 from mxfp4.training.evaluate import token_loss
 from mxfp4.training.linear import MXFP4Linear, weights_kept
@@ -88,6 +88,7 @@ def routes():
         "another tensor": another_tensor,
         "another part of one tensor": another_part,
         "the same memory in another order": turned,
+        "another recipe": lambda layer, new: setattr(layer, "recipe", recipe("mxfp4").for_layer("")),
         "another parameter": lambda layer, new: setattr(layer, "weight", torch.nn.Parameter(new.clone())),
     }
 
