@@ -166,6 +166,24 @@ def scatter_text(study: Study, *, reference: str = "fp8") -> str:
     )
 
 
+def turning_text(study: Study) -> str:
+    """Whether runs end above an evaluation before: text seen several times is being learned by heart, by every arm."""
+    rises = []
+    for seeds in study.arms.values():
+        for record in seeds.values():
+            losses = record.curve["eval_loss"].dropna()
+            if record.outcome["status"] == "finished" and len(losses) > 1:
+                rises.append(losses.iloc[-1] - losses.min())
+    above = [r for r in rises if r > 0]
+    if not above:
+        return "No run ends above an evaluation before its last."
+    return (
+        f"{len(above)} of {len(rises)} runs end above their lowest evaluation, by {sum(above) / len(above):.4f} nats on average and "
+        f"{max(above):.4f} at most. They have begun to learn by heart a text that they see several times; all arms of a "
+        "seed see it alike, but differences of that size say little about an arm."
+    )
+
+
 def overhead_points(study: Study, *, at: float = metrics.AT) -> pd.DataFrame:
     """For the chart of Table 1: label, whose ("P1", "ours"), value, low, high (percent), reached (False: a
     bound)."""

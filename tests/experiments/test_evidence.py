@@ -221,3 +221,14 @@ def test_an_interval_that_is_open_by_chance_is_not_printed_as_a_bound(tmp_path):
     assert not text.startswith("more than") and text.endswith("∞]")
     row = curves.target_frame(study, ["mxfp4"], ats=[0.85]).iloc[0]
     assert row["high"] == pytest.approx(100 * (1 / 0.85 - 1))
+
+
+def test_runs_that_end_above_an_earlier_evaluation_are_counted(tmp_path):
+    store = fill(Store(tmp_path), {"fp8": 1.0, "mxfp4": 1.1}, seeds=(0, 1))
+    (study,) = studies(store.load())
+    assert curves.turning_text(study) == "No run ends above an evaluation before its last."
+    curve = study.arms["mxfp4"][1].curve
+    last = curve["eval_loss"].dropna().index[-1]
+    curve.loc[last, "eval_loss"] = curve["eval_loss"].min() + 0.05
+    before = curve["eval_loss"].dropna()
+    assert f"1 of 4 runs end above their lowest evaluation, by {before.iloc[-1] - before.min():.4f} nats" in curves.turning_text(study)
