@@ -74,8 +74,9 @@ class Record:
 
     @property
     def window_losses(self) -> list[float]:
-        """Mean loss of each window of the last evaluation, nats a token; the windows of a study are the same."""
-        return self.data["window_losses"]
+        """Mean loss of each window of the last evaluation, nats a token; the windows of a study are the same. Empty in
+        records from before it was kept."""
+        return self.data.get("window_losses", [])
 
     @property
     def machine(self) -> dict:

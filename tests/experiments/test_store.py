@@ -248,6 +248,14 @@ def test_a_lock_ends_with_its_process_whatever_the_clock_says(tmp_path):
     assert not path.exists() and lock.holder() is None
 
 
+def test_a_record_from_before_window_losses_is_read(store):
+    record = store.put(tiny_config(), result(), "cpu", corpus="fake")
+    data = json.loads((record.folder / "record.json").read_text())
+    del data["window_losses"]
+    (record.folder / "record.json").write_text(json.dumps(data))
+    assert store.get(tiny_config(), "cpu").window_losses == []
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 @pytest.mark.parametrize("path", ["native", "emulated"])
 def test_records_of_gpus_are_found_where_there_is_none(store, path):
