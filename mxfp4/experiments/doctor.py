@@ -27,7 +27,6 @@ NEEDED = (
 OPTIONAL = {"triton": "the plain PyTorch kernels are used, slower on a GPU; PyTorch for a GPU brings it"}
 DISK_GB = 2.0  # scale cpu: corpora, records, checkpoints, site
 MEMORY_GB = 3.0
-C4_PACKED_GB = 175.0  # 256 shards x 356,318 documents x about 480 tokens x 4 bytes
 
 
 @dataclass(frozen=True)
@@ -239,10 +238,6 @@ def _disk() -> Check:
     value = f"{free:.0f} GB free for {root}"
     if free < DISK_GB:
         return Check("disk", "missing", value, f"scale cpu needs {DISK_GB:g} GB: make room or set MXFP4_RUNS")
-    if free < C4_PACKED_GB:
-        return Check(
-            "disk", "note", value, f"enough but for all of C4's default shards ({C4_PACKED_GB:g} GB packed)"
-        )
     return Check("disk", "ok", value)
 
 

@@ -112,16 +112,19 @@ def stop_on_signal():
 class Pool:
     """The arms in work. With one place of one device they run in this process, else each in its own."""
 
-    def __init__(self, plan: Plan, store: Store, places: list[Place], corpus, summary: Summary, bar: tqdm):
+    def __init__(
+        self, plan: Plan, store: Store, places: list[Place], corpus, summary: Summary, bar: tqdm,
+        closed: Callable[[], bool], keep_weights: bool,
+    ):  # fmt: skip
         self.plan, self.store, self.places = plan, store, places
         self.corpus, self.summary, self.bar = corpus, summary, bar
         self.waiting_for: set[str] = set()
-        self.closed: Callable[[], bool] = lambda: False  # whether no further arm is begun
+        self.closed = closed
         self.execution = plan.scale.execution()  # how each is trained
-        self.execution["arms_on_device"] = sum(place == places[0] for place in places)
+        self.execution |= {"keep_weights": keep_weights, "arms_on_device": places.count(places[0])}
 
     def run(self, missing: list[tuple[TrainConfig, int]], stop: Callable[[], bool]) -> None:
-        """Train `missing`, (arm, step of its checkpoint) each, until `stop`."""
+        """Train `missing`, (arm, step of its checkpoint) each, until `stop`; once `closed` says so, begin no further."""
         queue = deque(missing)
         here = len(self.places) == 1 and len(self.places[0]) == 1 and not self.plan.scale.spread
         try:

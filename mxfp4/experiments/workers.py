@@ -103,9 +103,7 @@ def _run(
             return minutes is not None and time.monotonic() > started + 60 * minutes
 
         with bar, stop_on_signal() as interrupted:
-            pool = Pool(plan, store, places, corpus, summary, bar)
-            pool.closed = lambda: passed(last_start)
-            pool.execution["keep_weights"] = keep_weights
+            pool = Pool(plan, store, places, corpus, summary, bar, lambda: passed(last_start), keep_weights)
             pool.run(missing, lambda: interrupted.is_set() or passed(max_minutes))
     summary.seconds = time.monotonic() - started
     return summary

@@ -15,7 +15,9 @@ import io
 import re
 import shutil
 import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -25,6 +27,7 @@ from mxfp4.training.durable import write_atomic
 KEEP = 2
 SUMS = "SHA256SUMS"
 """The file without which a folder does not count: the sums of all others, in sha256sum's format."""
+T = TypeVar("T")
 _NAME = re.compile(r"step-(\d{8})(\.pt)?")
 
 
@@ -81,22 +84,18 @@ def read(path: Path, map_location="cpu") -> dict:
     raise Damaged(problem)
 
 
-def load_latest(folder: Path | str, map_location="cpu") -> tuple[int, dict] | None:
-    """(step, state) of the newest whole single-file checkpoint, or None. A damaged one is named in a warning and
-    passed over."""
-    for path in entries(folder):
-        if path.is_dir():
-            continue
+def newest(paths: Iterable[Path], load: Callable[[Path], T], *, warn: bool = True) -> tuple[int, T] | None:
+    """(step, `load(path)`) of the first of `paths` (see `entries`) that `load` does not find Damaged, or None.
+
+    warn: name those that are passed over in a warning.
+    """
+    for path in paths:
         try:
-            return step_of(path), read(path, map_location)
+            return step_of(path), load(path)
         except Damaged as problem:
-            passed_over(path, problem)
+            if warn:
+                warnings.warn(f"checkpoint {path} {problem}; using the one before it", stacklevel=2)
     return None
-
-
-def passed_over(path: Path, problem: object) -> None:
-    """Warn that a checkpoint is not used."""
-    warnings.warn(f"checkpoint {path} {problem}; using the one before it", stacklevel=3)
 
 
 def latest_step(folder: Path | str) -> int | None:

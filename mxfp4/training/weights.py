@@ -102,14 +102,11 @@ def load(folder: Path) -> Weights:
             raise UserError(f"{folder / FILE} is damaged or not of a run ({error})") from None
         tokenizer = folder / TOKENIZER
         return Weights(config, tensors, None, tokenizer if tokenizer.is_file() else None)
-    for path in checkpoint.entries(folder):
-        try:
-            config, tensors = _from_checkpoint(path)
-        except checkpoint.Damaged as problem:
-            checkpoint.passed_over(path, problem)
-        else:
-            return Weights(config, tensors, checkpoint.step_of(path), None)
-    raise UserError(f"{folder} holds neither {FILE} nor a whole checkpoint")
+    found = checkpoint.newest(checkpoint.entries(folder), _from_checkpoint)
+    if found is None:
+        raise UserError(f"{folder} holds neither {FILE} nor a whole checkpoint")
+    step, (config, tensors) = found
+    return Weights(config, tensors, step, None)
 
 
 def _from_checkpoint(path: Path) -> tuple[TrainConfig, dict[str, Tensor]]:

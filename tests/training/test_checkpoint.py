@@ -14,11 +14,15 @@ def state(value: float) -> dict:
     return {"model": {"w": torch.full((100,), value)}, "curve": [{"step": 1, "loss": value}]}
 
 
+def latest(folder):
+    return checkpoint.newest(checkpoint.entries(folder), checkpoint.read)
+
+
 def test_the_newest_two_are_kept_and_the_newest_is_loaded(tmp_path):
     for step in (1, 2, 3):
         checkpoint.save(tmp_path, step, state(step))
     assert sorted(p.name for p in tmp_path.glob("*.pt")) == ["step-00000002.pt", "step-00000003.pt"]
-    step, loaded = checkpoint.load_latest(tmp_path)
+    step, loaded = latest(tmp_path)
     assert (
         step == 3
         and torch.equal(loaded["model"]["w"], torch.full((100,), 3.0))
@@ -28,7 +32,7 @@ def test_the_newest_two_are_kept_and_the_newest_is_loaded(tmp_path):
 
 
 def test_an_empty_or_missing_folder_holds_none(tmp_path):
-    assert checkpoint.load_latest(tmp_path) is None and checkpoint.load_latest(tmp_path / "no") is None
+    assert latest(tmp_path) is None and latest(tmp_path / "no") is None
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "no sum", "empty sum"])
@@ -48,7 +52,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(tmp_path, damage):
     else:
         path.with_suffix(".sha256").write_text("")
     with pytest.warns(UserWarning, match=r"step-00000002\.pt .*; using the one before it"):
-        step, loaded = checkpoint.load_latest(tmp_path)
+        step, loaded = latest(tmp_path)
     assert step == 1 and loaded["model"]["w"][0] == 1
 
 
@@ -64,7 +68,7 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path, monkeypatch
     ):
         checkpoint.save(tmp_path, 2, state(2.0))
     monkeypatch.undo()
-    assert checkpoint.load_latest(tmp_path)[0] == 1
+    assert latest(tmp_path)[0] == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001.pt", "step-00000001.sha256"]
 
 
@@ -82,7 +86,7 @@ def test_a_checkpoint_cannot_run_code(tmp_path):
 
     path.with_suffix(".sha256").write_text(hashlib.sha256(path.read_bytes()).hexdigest())
     with pytest.warns(UserWarning, match="cannot be loaded"):
-        assert checkpoint.load_latest(tmp_path) is None
+        assert latest(tmp_path) is None
 
 
 def test_leftovers_of_a_killed_write_do_not_pile_up(tmp_path):
@@ -105,4 +109,4 @@ def test_one_that_goes_away_while_it_is_looked_at_is_passed_over(tmp_path, monke
     second.unlink()
     assert checkpoint.latest_step(tmp_path) == 1
     with pytest.warns(UserWarning, match=r"step-00000002\.pt cannot be read \(No such file or directory\)"):
-        assert checkpoint.load_latest(tmp_path)[0] == 1
+        assert latest(tmp_path)[0] == 1
