@@ -266,7 +266,9 @@ def _fit(scale: str) -> list[Check]:
         has = f" of {m.memory / GB:.0f} GB" if m.memory else ""
         checks.append(Check("memory of a GPU", "ok", f"{need / GB:.1f} GB needed{has}, {m.gpus} x {m.what}"))
     total = sum(size for _, size in result.disk)
-    checks.append(Check("disk for the runs", "ok", f"{total / GB:.3g} GB to be written, {result.free / GB:.3g} GB free here{'' if m.here else ', not the machine meant'}"))
+    elsewhere = "" if m.here else ", not the machine meant"
+    room = f"{total / GB:.3g} GB to be written, {result.free / GB:.3g} GB free here{elsewhere}"
+    checks.append(Check("disk for the runs", "ok", room))
     names = {"memory": "memory of a GPU", "disk": "disk for the runs"}
     for problem in result.problems:
         what, _, said = problem.partition(": ")

@@ -124,7 +124,7 @@ class Pool:
         self.execution |= {"keep_weights": keep_weights, "arms_on_device": places.count(places[0])}
 
     def run(self, missing: list[tuple[TrainConfig, int]], stop: Callable[[], bool]) -> None:
-        """Train `missing`, (arm, step of its checkpoint) each, until `stop`; once `closed` says so, begin no further."""
+        """Train `missing`, (arm, step of its checkpoint) each, until `stop`; once `closed`, begin no further."""
         queue = deque(missing)
         here = len(self.places) == 1 and len(self.places[0]) == 1 and not self.plan.scale.spread
         try:
