@@ -97,7 +97,7 @@ def work(args: argparse.Namespace) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         result = train(
-            arm, device=device, checkpoint_dir=args.folder / recipe, checkpoint_seconds=2.0 if gpu else 0.2,
+            arm, device=device, checkpoint_dir=args.folder / recipe, checkpoint_seconds=15.0 if gpu else 0.2,
             on_step=on_step, progress=False, compile=args.compile, recompute_every=args.recompute,
         )  # fmt: skip
         report(ranks)
