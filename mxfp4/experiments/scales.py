@@ -64,6 +64,8 @@ class Scale:
     """Whether blocks go through torch.compile."""
     capture: bool = False
     """Whether a step runs as one CUDA graph: pays where kernels are short."""
+    deterministic: bool = False
+    """Whether sums are taken in a fixed order, so that an arm run again gives the same curve to the last bit."""
     ranks_per_arm: int = 1
     """GPUs that train one arm together (FSDP2); 0: as many of those there are as share a batch's parts evenly."""
     recompute_every: int = 0
@@ -86,7 +88,8 @@ class Scale:
 
     def execution(self) -> dict:
         """How a step is executed, which changes no result's meaning: keywords of `train`."""
-        return {"compile": self.compile, "capture": self.capture, "recompute_every": self.recompute_every}
+        names = ("compile", "capture", "deterministic", "recompute_every")
+        return {name: getattr(self, name) for name in names}
 
     def config(self, recipe: str, seed: int, **overrides) -> TrainConfig:
         """The arm `recipe` with `seed`; overrides are fields of TrainConfig."""
@@ -181,6 +184,7 @@ GPU = Scale(
     jobs=3,
     compile=True,
     capture=True,
+    deterministic=True,
 )
 GPU = replace(
     GPU,

@@ -29,6 +29,7 @@ from mxfp4.errors import UserError
 from mxfp4.training import parallel
 from mxfp4.training.captured import CapturedStep
 from mxfp4.training.config import TrainConfig
+from mxfp4.training.determinism import fixed_order
 from mxfp4.training.divergence import DivergenceWatch
 from mxfp4.training.evaluate import bits_per_byte, token_loss, token_losses, window_losses
 from mxfp4.training.interface import Probe, TokenSource, TrainResult
@@ -55,6 +56,7 @@ def train(
     progress: bool = True,
     compile: bool = False,
     capture: bool = False,
+    deterministic: bool = False,
     recompute_every: int = 0,
     stop: Callable[[], bool] | None = None,
 ) -> TrainResult:
@@ -63,7 +65,8 @@ def train(
     corpus: None packs or opens `config.corpus`. device: None is the GPU if there is one.
     checkpoint_seconds: least time between checkpoints (0: one a step). on_step: called with the number of each
     finished step. compile: torch.compile on each block. capture: run a step as one CUDA graph, on a single rank. A
-    model with experts runs without either. recompute_every: every n-th block computes its activations again in the
+    model with experts runs without either. deterministic: sums in a fixed order (`determinism`; on the CPU with one
+    number of threads they have it anyway). recompute_every: every n-th block computes its activations again in the
     backward. stop: asked after each step; True, on any rank, leaves a checkpoint and gives the outcome "paused".
     Raises UserError when the corpus, the checkpoint or the number of ranks does not fit the configuration, or a
     checkpoint cannot be written.
@@ -89,7 +92,7 @@ def train(
         unit="step",
         disable=None if progress and ranks.rank == 0 else True,
     )
-    with bar:
+    with bar, fixed_order() if deterministic else nullcontext():
         if not run.rows:
             run.evaluate()
         while run.status is None:
