@@ -93,7 +93,7 @@ class Verdict:
             "metric": c.metric, "arguments": c.arguments, "rule": rule_text(c, e),
             "effect": None if e is None else {
                 "value": _finite(e.value), "low": _finite(e.low), "high": _finite(e.high), "unit": e.unit,
-                "over": e.over, "note": e.note, "seeds": list(e.seeds),
+                "of": e.of, "over": e.over, "note": e.note, "seeds": list(e.seeds),
             },
             "study": None if s is None else {
                 "scale": s.scale, "parameters": s.parameters, "tokens": s.tokens, "corpus": s.config.corpus,
@@ -187,14 +187,15 @@ def rule_text(claim: Claim, effect: Effect | None = None) -> str:
     """The rule in words, its bounds in the unit of `effect`."""
     (rule, bound), (low, high, _) = next(iter(claim.holds.items())), _region(claim)
     factor, unit = _PRINT[effect.unit][::2] if effect is not None and effect.unit in _PRINT else (1, "")
+    of = f" {effect.of}" if effect is not None and effect.of else ""
     low, high = (f"{factor * end:.3g}{unit}" for end in (low, high))
     if rule == "within_factor":
-        return f"between {low} and {high}: the published range, and a factor of {bound} around it"
+        return f"between {low} and {high}{of}: the published range, and a factor of {bound} around it"
     if rule == "between":
-        return f"between {low} and {high}"
+        return f"between {low} and {high}{of}"
     if effect is not None and effect.unit == "seeds":
         return f"{rule.replace('_', ' ')} {bound * len(effect.seeds):g} seeds"
-    return f"{rule.replace('_', ' ')} {low if rule in ('above', 'at_least') else high}"
+    return f"{rule.replace('_', ' ')} {low if rule in ('above', 'at_least') else high}{of}"
 
 
 def decide(claim: Claim, effect: Effect) -> str:
@@ -285,8 +286,8 @@ _PRINT = {
 
 
 def effect_text(effect: Effect | None, *, unit: bool = True) -> str:
-    """ "+8.4 % [+7.9, ∞]": value and interval in the effect's unit, which is left out where a heading says
-    it."""
+    """ "+8.4 % [+7.9, ∞] of fp8's tokens": value and interval in the effect's unit and what it is a share of; both are
+    left out where a heading says them."""
     if effect is None:
         return "none"
     if effect.unit == "seeds":
@@ -302,9 +303,9 @@ def effect_text(effect: Effect | None, *, unit: bool = True) -> str:
         return f"{x * factor:{sign}.{decimals}f}"
 
     value = one(effect.value) + (name if unit else "")
-    if math.isnan(effect.low) or math.isnan(effect.high):
-        return value
-    return f"{value} [{one(effect.low)}, {one(effect.high)}]"
+    if not (math.isnan(effect.low) or math.isnan(effect.high)):
+        value += f" [{one(effect.low)}, {one(effect.high)}]"
+    return f"{value} {effect.of}" if unit and effect.of else value
 
 
 def _finite(x: float) -> float | None:

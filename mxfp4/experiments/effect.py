@@ -29,6 +29,8 @@ class Effect:
     """What the interval is over."""
     note: str = ""
     """What else a reader must know: seeds that diverged, a bound."""
+    of: str = ""
+    """What a percentage is of, as it follows the number: "of fp8's tokens"."""
 
 
 class NoEffect(UserError):
@@ -47,7 +49,7 @@ def final_losses(study: Study, arm: str) -> dict[int, float]:
     }
 
 
-def estimate(values: dict[int, float], unit: str, note: str = "") -> Effect:
+def estimate(values: dict[int, float], unit: str, note: str = "", of: str = "") -> Effect:
     """Mean, and an interval over seeds: a bootstrap's, and no narrower than Student's, which knows how few seeds there
     are. With a value that is infinite it is the range. NaN values say nothing."""
     values = {s: float(v) for s, v in values.items() if not math.isnan(v)}
@@ -55,13 +57,13 @@ def estimate(values: dict[int, float], unit: str, note: str = "") -> Effect:
         raise NoEffect("no seed in which all arms have an answer")
     if all(map(math.isfinite, values.values())):
         e = efficiency.paired_mean(values)
-        effect = Effect(e.mean, e.low, e.high, unit, e.seeds, note=note)
+        effect = Effect(e.mean, e.low, e.high, unit, e.seeds, note=note, of=of)
         noise = resample.run_noise(np.array([list(values.values()), [0.0] * len(values)]), 2)
         return widened(effect, None if noise is None else e.mean + noise[0] - noise[1])
     many = len(values) > 1
     low, high = (min(values.values()), max(values.values())) if many else (math.nan, math.nan)
     over = "seeds, their range"
-    return Effect(float(np.mean(list(values.values()))), low, high, unit, tuple(sorted(values)), over, note)
+    return Effect(float(np.mean(list(values.values()))), low, high, unit, tuple(sorted(values)), over, note, of)
 
 
 SEEDS_AND_WINDOWS = "seeds and evaluation windows"

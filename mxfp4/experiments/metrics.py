@@ -95,11 +95,15 @@ def _bounded(effect: Effect, above: list[str], below: list[str]) -> Effect:
     return replace(effect, low=low, high=high, note=note)
 
 
+def _tokens_of(reference: str) -> str:
+    return f"of {reference}'s tokens"
+
+
 def overhead(study: Study, *, arm: str, reference: str = "fp8", at: float = AT) -> Effect:
     """Extra tokens of `arm` to the target loss, as a share of the reference's."""
     target = target_loss(study, reference, at)
     found = _overheads(study, arm, reference, target)
-    effect = estimate({s: o.value for s, o in found.items()}, "share", divergence_note(study, arm))
+    effect = estimate({s: o.value for s, o in found.items()}, "share", divergence_note(study, arm), _tokens_of(reference))
     effect = _resampled(effect, resample.overheads(study, arm, reference, target, at, sorted(found)))
     if arm != reference:
         effect = widened(effect, _noisy(study, (effect.value, 0.0), target, effect.seeds))
@@ -138,9 +142,8 @@ def overhead_difference(
     shared = {s for s in a.keys() & b.keys() if not (a[s].bound and b[s].bound)}
     if not shared:
         raise NoEffect(f"neither {arm} nor {against} reaches the target in its budget")
-    effect = estimate(
-        {s: a[s].value - b[s].value for s in shared}, "share", divergence_note(study, arm, against)
-    )
+    note = divergence_note(study, arm, against)
+    effect = estimate({s: a[s].value - b[s].value for s in shared}, "share", note, _tokens_of(reference))
     samples = [resample.overheads(study, name, reference, target, at, sorted(shared)) for name in (arm, against)]
     if all(x is not None and np.isfinite(x).all() for x in samples):
         effect = _resampled(effect, samples[0] - samples[1])
@@ -182,6 +185,7 @@ def perplexity_increase(study: Study, *, arm: str, against: str = "bf16") -> Eff
         low=math.expm1(effect.low),
         high=math.expm1(effect.high),
         unit="share",
+        of=f"of {against}'s perplexity",
     )
 
 
@@ -223,7 +227,7 @@ def remaining_gap(study: Study, *, arm: str, against: str, reference: str = "fp8
         else:
             low, high = -math.inf, math.inf
             note = "; ".join(p for p in (note, f"{against} is not behind {reference} beyond doubt") if p)
-    return Effect(value, low, high, "part", tuple(shared), over, note)
+    return Effect(value, low, high, "part", tuple(shared), over, note, f"of {against}'s gap to {reference}")
 
 
 def roughness(study: Study, *, arm: str, reference: str = "fp8") -> Effect:
@@ -252,7 +256,7 @@ def published_order(study: Study, *, reference: str = "fp8", at: float = AT) -> 
     for seed in set.intersection(*(set(f) for f in found.values())):
         ours = {arm: math.inf if f[seed].bound else f[seed].value for arm, f in found.items()}
         values[seed] = float(np.mean([ours[a] < ours[b] for a, b in pairs]))
-    effect = estimate(values, "part")
+    effect = estimate(values, "part", of=f"of the {len(pairs)} pairs that Table 1 orders")
     return replace(effect, low=max(effect.low, 0.0), high=min(effect.high, 1.0))
 
 
@@ -262,7 +266,7 @@ def end_to_end(study: Study, *, arm: str, reference: str = "fp8", at: float = AT
     speed = published.figure("step-speed")
     value, high, low = (float(efficiency.speedup(speed.low, x)) for x in (o.value, o.low, o.high))
     note = "; ".join(p for p in (o.note, f"step speed {speed.text} from {speed.source}") if p)
-    return replace(o, value=value, low=low, high=high, unit="ratio", note=note)
+    return replace(o, value=value, low=low, high=high, unit="ratio", note=note, of="")
 
 
 def measured_end_to_end(study: Study, *, arm: str, reference: str = "fp8", at: float = AT) -> Effect:

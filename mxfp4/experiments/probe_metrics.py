@@ -22,7 +22,7 @@ def probe(
     recipe: what was applied to the tensors; the arm's own if not said (see `mxfp4.experiments.probes`).
     """
     rows = _by_layer(study, metric, probed, gemm, tensor, recipe)
-    return _over_layers(rows.mean(axis=1), metric, "share" if metric.endswith("bias") else "part")
+    return _over_layers(rows.mean(axis=1), metric, tensor, "share" if metric.endswith("bias") else "part")
 
 
 def probe_difference(
@@ -41,7 +41,7 @@ def probe_difference(
     a = _by_layer(study, metric, probed, gemm, tensor, recipe).mean(axis=1)
     other = against_metric or metric
     b = _by_layer(study, other, probed_against or probed, gemm, tensor, against_recipe or recipe).mean(axis=1)
-    return _over_layers((a - b).dropna(), metric, "share")
+    return _over_layers((a - b).dropna(), metric, tensor, "share")
 
 
 def _by_layer(
@@ -59,7 +59,19 @@ def _by_layer(
     return chosen.pivot_table(index=["seed", "layer"], columns="step", values="value")
 
 
-def _over_layers(values: pd.Series, metric: str, unit: str) -> Effect:
+SHARES_OF_VALUES = ("clipped", "flushed", "scale_changes", "code_changes", "changes")
+"""Metrics that count values; other percentages are of a norm or, of a bias, of the tensor's own length."""
+
+
+def _of(metric: str, tensor: str) -> str:
+    name = {"dx": "dX", "dw": "dW"}.get(tensor, tensor.upper())
+    if metric == "mismatch_to_error":
+        return "of the quantization error"
+    what = "of the values" if metric in SHARES_OF_VALUES else "of the norm"
+    return f"{what} of {name}" if name else what
+
+
+def _over_layers(values: pd.Series, metric: str, tensor: str, unit: str) -> Effect:
     if values.empty:
         raise NoProbe(f"no layer in which both sides of {metric} were probed")
     if metric.startswith(("pattern", "cosine")):
@@ -68,7 +80,8 @@ def _over_layers(values: pd.Series, metric: str, unit: str) -> Effect:
         unit = "number"
     e = efficiency.paired_mean(dict(enumerate(values.to_numpy())))
     seeds = tuple(sorted({int(seed) for seed, _ in values.index}))
-    return Effect(e.mean, e.low, e.high, unit, seeds, f"{len(values)} layers")
+    of = _of(metric, tensor) if unit in ("part", "share") else ""
+    return Effect(e.mean, e.low, e.high, unit, seeds, f"{len(values)} layers", of=of)
 
 
 def predicts_loss(

@@ -45,7 +45,7 @@ def test_holds(store):
     assert (
         v.verdict == "holds" and v.effect.low > 0.1 and v.effect.seeds == (0, 1, 2) and v.study.scale == "gpu"
     )
-    assert v.reason == "holds when above 0 %"
+    assert v.reason == "holds when above 0 % of fp8's tokens"
 
 
 def test_does_not_hold(store):
@@ -312,6 +312,39 @@ def test_effects_are_printed_with_their_unit():
     assert effect_text(Effect(1 / 3, 0, 1, "seeds", (0, 1, 2))) == "1 of 3 seeds converge"
     assert effect_text(Effect(1.12, 1.1, 1.13, "ratio", (0,))) == "1.120x [1.100, 1.130]"
     assert effect_text(None) == "none"
+    part = Effect(0.4, 0.3, 0.5, "part", (0, 1, 2), of="of the gap")
+    assert effect_text(part) == "40.0 % [30.0, 50.0] of the gap"
+    assert effect_text(part, unit=False) == "40.0 [30.0, 50.0]"
+
+
+def test_a_percentage_says_what_it_is_of(store):
+    """On the board, in the verdict's rule and in the text of every claim whose effect is a percentage."""
+    names = sorted({a for c in LEDGER.values() for a in c.arms})
+    slowdowns = {name: 1.3 if name == "mxfp4" else 1.0 + 0.01 * i for i, name in enumerate(names)}
+    fill(store, slowdowns, seeds=(1, 2))
+    seen: dict[str, list] = {name: [] for name in names}  # seed 0 is probed for all that claims ask for
+    for a in (c.arguments for c in LEDGER.values() if c.metric.startswith("probe")):
+        where = {"gemm": a.get("gemm", ""), "tensor": a["tensor"]}
+        seen[a["probed"]] += probe_rows(a["metric"], {a.get("recipe", a["probed"]): 0.2}, **where)
+        other = a.get("probed_against", a["probed"])
+        recipe_ = a.get("against_recipe", a.get("recipe", other))
+        if (other, recipe_) != (a["probed"], a.get("recipe", a["probed"])):
+            seen[other] += probe_rows(a["metric"], {recipe_: 0.1}, **where)
+    for name, rows in seen.items():
+        put(store, config(name, 0), slowdown=slowdowns[name], probes=rows)
+    verdicts = {v.claim.id: v for v in judge_all(LEDGER.values(), store.load())}
+    percent = [v for v in verdicts.values() if v.effect is not None and v.effect.unit in ("share", "part")]
+    metrics = {"overhead", "overhead_difference", "remaining_gap", "published_order", "perplexity_increase"}
+    assert metrics | {"probe", "probe_difference"} == {v.claim.metric for v in percent}
+    for v in percent:
+        assert v.effect.of.startswith("of "), v.claim.id
+        assert effect_text(v.effect).endswith(v.effect.of) and v.effect.of in rule_text(v.claim, v.effect), v.claim.id
+    assert verdicts["fig2-coincide"].effect.of == "of mxfp4's gap to fp8"
+    assert verdicts["fig2-coincide"].reason.endswith("of mxfp4's gap to fp8")
+    order = verdicts["table1-order"]
+    assert order.effect.of == "of the 13 pairs that Table 1 orders"
+    assert order.effect.of in Board([order])._repr_html_() and order.to_dict()["effect"]["of"] == order.effect.of
+    assert not verdicts["h4-net"].effect.of, "a ratio is of nothing"
 
 
 def test_published_figures_have_a_source_and_a_mark():

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         if v.effect is not None:
             seeds = ", ".join(map(str, v.effect.seeds))
             print(
-                f"  ours: {effect_text(v.effect)} over {v.effect.over}; seeds {seeds}; scale {v.study.scale}"
+                f"  ours: {effect_text(v.effect)}, over {v.effect.over}; seeds {seeds}; scale {v.study.scale}"
             )
             if v.effect.note:
                 print(f"        {v.effect.note}")
