@@ -1,6 +1,7 @@
 """Which road GEMMs take on a device, in `mxfp4.matmul` and in the layers: the one place that decides.
 
-Records hold the answer, and the key of a run depends on it.
+Two decisions, for blocks (MXFP4, MXFP8) and for FP8 with one scale a tensor. Records hold both answers, and the key of
+a run depends on them.
 """
 
 from __future__ import annotations
@@ -9,11 +10,17 @@ from functools import lru_cache
 
 import torch
 
-PATHS = ("native", "emulated")
+# (matmul_path, fp8_path) that a device can have: what multiplies blocks also multiplies tensors.
+PATHS = (("native", "native"), ("emulated", "native"), ("emulated", "emulated"))
 
 # Chips whose matrix units multiply FP4 blocks with E8M0 scales: CDNA4 and Blackwell data-centre parts.
 NATIVE_ROCM = ("gfx950",)
 NATIVE_CUDA = ((10, 0), (10, 3))
+
+# Chips for whose FP8 units `torch._scaled_mm` takes E4M3FN and E5M2: CDNA4, and NVIDIA's from Ada and Hopper on. Not
+# gfx942, whose units read the FNUZ encodings: another bias and largest value, so other codes than every other chip's.
+FP8_ROCM = ("gfx950",)
+FP8_CUDA = (8, 9)
 
 
 @torch.compiler.assume_constant_result
@@ -23,15 +30,40 @@ def matmul_path(device: torch.device | str) -> str:
     Emulated: operands are dequantized to BF16 (exact for E2M1 x E8M0) and multiplied by the library's BF16 GEMM, on
     the CPU to FP32 and an FP32 one. The values are those of the native GEMM up to the order of FP32 accumulation.
     """
+    return _path_on(device, _gpu_path)
+
+
+@torch.compiler.assume_constant_result
+def fp8_path(device: torch.device | str) -> str:
+    """"native" where the library multiplies FP8 tensors of one scale each on the chip's FP8 units, else "emulated".
+
+    Emulated: FP8 values in BF16 (exact) and the library's BF16 GEMM, the result in FP32 for the two factors. The native
+    GEMM reads the same codes and factors, and accumulates as the chip's units do: Hopper's keep 14 bits of a product,
+    counted from the largest addend of an instruction, so that results are close to the emulated ones, not the same.
+    """
+    return _path_on(device, _gpu_fp8_path)
+
+
+def _path_on(device: torch.device | str, of_gpu) -> str:
     device = torch.device(device)
     if device.type != "cuda" or not torch.cuda.is_available():
         return "emulated"
-    return _gpu_path(device.index or 0)
+    return of_gpu(device.index or 0)
 
 
 @lru_cache
 def _gpu_path(index: int) -> str:
     if torch.version.hip:
-        arch = torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
-        return "native" if arch in NATIVE_ROCM else "emulated"
+        return "native" if _rocm_arch(index) in NATIVE_ROCM else "emulated"
     return "native" if torch.cuda.get_device_capability(index) in NATIVE_CUDA else "emulated"
+
+
+@lru_cache
+def _gpu_fp8_path(index: int) -> str:
+    if torch.version.hip:
+        return "native" if _rocm_arch(index) in FP8_ROCM else "emulated"
+    return "native" if torch.cuda.get_device_capability(index) >= FP8_CUDA else "emulated"
+
+
+def _rocm_arch(index: int) -> str:
+    return torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
