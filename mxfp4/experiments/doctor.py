@@ -106,7 +106,7 @@ def _found_device() -> list[Check]:
     try:
         import torch
 
-        from mxfp4.numerics.path import matmul_path
+        from mxfp4.numerics.path import fp8_path, matmul_path
     except ImportError as error:
         return [Check("device", "missing", f"torch does not import ({error})", "run `make env`")]
     if not torch.cuda.is_available():
@@ -123,9 +123,10 @@ def _found_device() -> list[Check]:
     if path == "native":
         return [Check("device", "ok", gpu), Check("path", "ok", f"native: MXFP4, MXFP8 and FP8 GEMMs on {arch}")]
     why = f"{arch} has no MXFP4 matrix instructions; gfx950 (MI350X, MI355X) and sm_100 have"
+    fp8 = "; native: FP8 GEMMs with one scale a tensor" if fp8_path("cuda:0") == "native" else ""
     return [
         Check("device", "ok", gpu),
-        Check("path", "ok", "emulated", f"{why}. Values are right, speed says nothing"),
+        Check("path", "ok", f"emulated{fp8}", f"{why}. FP4 values are right, their speed says nothing"),
     ]
 
 

@@ -22,7 +22,7 @@ from mxfp4.experiments.plan import ArmStatus, Plan
 from mxfp4.experiments.scales import get_scale
 from mxfp4.experiments.store import Store
 from mxfp4.experiments.study import count
-from mxfp4.numerics.path import matmul_path
+from mxfp4.numerics.path import PATHS, fp8_path, matmul_path
 from mxfp4.training import checkpoint
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.memory import Memory, estimate
@@ -67,6 +67,8 @@ class Machine:
     """Whether that is this machine, so that its disk counts."""
     path: str
     """native, emulated: how it multiplies FP4."""
+    fp8_path: str
+    """The same of FP8 with one scale a tensor."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +100,14 @@ def machine_for(scale: str, gpus: int | None, memory_gb: float | None) -> Machin
     given = None if memory_gb is None else memory_gb * GB
     if gpus == 0 or (gpus is None and not there and scale == "cpu"):
         ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Machine(0, given or ram, "CPU", True, matmul_path("cpu"))
+        return Machine(0, given or ram, "CPU", True, matmul_path("cpu"), fp8_path("cpu"))
     if there:
         found = torch.cuda.get_device_properties(0)
         number = gpus or (there if scale == "mi355x" else 1)
-        return Machine(number, given or found.total_memory, found.name, True, matmul_path("cuda"))
+        return Machine(number, given or found.total_memory, found.name, True, matmul_path("cuda"), fp8_path("cuda"))
     if scale == "mi355x":
-        return Machine(gpus or P1_GPUS, given or MI355X_BYTES, "MI355X (not this machine)", False, "native")
-    return Machine(gpus or 1, given, "GPU (not this machine)", False, "emulated")
+        return Machine(gpus or P1_GPUS, given or MI355X_BYTES, "MI355X (not this machine)", False, *PATHS[0])
+    return Machine(gpus or 1, given, "GPU (not this machine)", False, *PATHS[-1])
 
 
 def dry_run(
@@ -126,7 +128,7 @@ def dry_run(
     left = [a.config for a in status if not a.done]
     ranks = plan.scale.ranks_on(machine.gpus)
     every = plan.scale.recompute_every if recompute_every is None else recompute_every
-    memory = _memories(left, ranks, device, plan, every, machine.path == "native")
+    memory = _memories(left, ranks, device, plan, every, machine)
     at_a_time = 1 if ranks > 1 else plan.scale.jobs
     packings = tuple(state_of(c, v) for c, v in sorted({(a.corpus, a.model.vocab_size) for a in left}))
     running = at_a_time * max(machine.gpus // ranks, 1)
@@ -140,13 +142,13 @@ def dry_run(
     )  # fmt: skip
 
 
-def _memories(left: Sequence[TrainConfig], ranks: int, device: str, plan: Plan, every: int, native: bool) -> list:
+def _memories(left: Sequence[TrainConfig], ranks: int, device: str, plan: Plan, every: int, machine: Machine) -> list:
     found: dict[tuple, tuple[TrainConfig, Memory]] = {}
     captured = plan.scale.capture and device == "cuda" and ranks == 1
     for config in left:
         e = estimate(
             config, ranks=ranks, device=device, compiled=plan.scale.compile, recompute_every=every, captured=captured,
-            native=native,
+            native=machine.path == "native", fp8=machine.fp8_path == "native",
         )  # fmt: skip
         found.setdefault((config.model, round(e.peak)), (config, e))
     return sorted(found.values(), key=lambda pair: -pair[1].peak)
@@ -231,6 +233,7 @@ def _head(r: DryRun) -> str:
         f"model      {count(model.n_params())} parameters, sequence {scale.seq_len}, batch {scale.batch_size}, "
         f"{count(scale.batch_size * scale.seq_len)} tokens a step",
         f"FP4 path   {machine.path}",
+        f"FP8 path   {machine.fp8_path}",
         *([f"an arm     on {ranks} GPUs together"] if (ranks := scale.ranks_on(machine.gpus)) > 1 else []),
     ]
     return "\n".join(lines)

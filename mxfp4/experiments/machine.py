@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import mxfp4
-from mxfp4.numerics.path import matmul_path
+from mxfp4.numerics.path import fp8_path, matmul_path
 
 PACKAGES = ("torch", "triton", "numpy")
 
@@ -30,6 +30,7 @@ def machine(device: torch.device | str) -> dict:
         "device": _cpu_name(),
         "threads": torch.get_num_threads(),
         "path": matmul_path(device),
+        "fp8_path": fp8_path(device),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "cuda": torch.version.cuda,

@@ -4,7 +4,7 @@
     runs/checkpoints/<scale>/<run id>/   of a run that goes on, with its lock
     runs/weights/<scale>/<run id>/   what was trained, where it was asked for
 
-The key is the SHA-256 of configuration, device type, GEMM path and SEMANTICS_VERSION, so a record is found
+The key is the SHA-256 of configuration, device type, GEMM paths and SEMANTICS_VERSION, so a record is found
 again by what it says and by nothing else, and merging two stores is copying directories. A record is
 written into a hidden folder, record.json (with the hashes of both tables) last, synced, and renamed: one
 that is half written or damaged is named in a warning and never read as whole. The tables are plain parquet
@@ -35,7 +35,7 @@ from mxfp4.errors import UserError
 from mxfp4.experiments.lock import Lock
 from mxfp4.experiments.machine import default_device, git_state, machine
 from mxfp4.experiments.probes import COLUMNS as PROBE_COLUMNS
-from mxfp4.numerics.path import PATHS, matmul_path
+from mxfp4.numerics.path import PATHS, fp8_path, matmul_path
 from mxfp4.training import checkpoint, durable
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.interface import TrainResult
@@ -83,6 +83,11 @@ class Record:
         return self.data["machine"]
 
     @property
+    def paths(self) -> tuple[str, str]:
+        """(matmul_path, fp8_path) of the device; records from before the second was decided have one for both."""
+        return _paths_of(self.machine)
+
+    @property
     def timings(self) -> dict:
         """Seconds and tokens/s; `tokens_per_second` may be None for a run too short to time."""
         return self.data["timings"]
@@ -120,9 +125,9 @@ class Store:
         self.root = Path(root) if root is not None else runs_dir()
 
     def key(self, config: TrainConfig, device: torch.device | str | None = None) -> str:
-        """64 hex digits. device: None is the GPU if there is one; its type and GEMM path count."""
+        """64 hex digits. device: None is the GPU if there is one; its type and GEMM paths count."""
         device = torch.device(device) if device is not None else default_device()
-        return _key(config, device.type, matmul_path(device), mxfp4.SEMANTICS_VERSION)
+        return _key(config, device.type, _paths(device), mxfp4.SEMANTICS_VERSION)
 
     def run_id(self, config: TrainConfig, device: torch.device | str | None = None) -> str:
         """<recipe>-s<seed>-<12 digits of the key>: a safe file name whatever the recipe is called."""
@@ -142,8 +147,8 @@ class Store:
         """The whole record of this arm, or None; of a GPU where there is none, whichever way its products went."""
         device = torch.device(device) if device is not None else default_device()
         here = device.type != "cuda" or torch.cuda.is_available()
-        for path in (matmul_path(device),) if here else PATHS:
-            key = _key(config, device.type, path, mxfp4.SEMANTICS_VERSION)
+        for paths in (_paths(device),) if here else PATHS:
+            key = _key(config, device.type, paths, mxfp4.SEMANTICS_VERSION)
             record = _read(self.root / "records" / safe_scale(config.scale) / _run_id(config, key))
             if record is not None and record.key == key:
                 return record
@@ -268,8 +273,19 @@ def _run_id(config: TrainConfig, key: str) -> str:
     return f"{slug}-s{config.seed}-{key[:12]}"
 
 
-def _key(config: TrainConfig, device_type: str, path: str, semantics_version: int) -> str:
+def _paths(device: torch.device) -> tuple[str, str]:
+    return matmul_path(device), fp8_path(device)
+
+
+def _paths_of(machine: dict) -> tuple[str, str]:
+    return machine["path"], machine.get("fp8_path", machine["path"])
+
+
+def _key(config: TrainConfig, device_type: str, paths: tuple[str, str], semantics_version: int) -> str:
+    """paths: (matmul_path, fp8_path); the second counts where it is not the first, as elsewhere it never did."""
+    path, fp8 = paths
     what = {"config": config.key_dict(), "device": device_type, "path": path, "semantics": semantics_version}
+    what |= {"fp8_path": fp8} if fp8 != path else {}
     return hashlib.sha256(json.dumps(what, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -286,7 +302,7 @@ def _read(folder: Path) -> Record | None:
         problem = "does not have the key of what it holds"
         whole = (
             data["format"] == FORMAT
-            and _key(record.config, about["device_type"], about["path"], version) == record.key
+            and _key(record.config, about["device_type"], _paths_of(about), version) == record.key
         )
         for name in TABLES:
             if whole:

@@ -61,7 +61,12 @@ class Study:
     @property
     def path(self) -> str:
         """native, emulated: how FP4 products were computed."""
-        return self.records[0].machine["path"]
+        return self.records[0].paths[0]
+
+    @property
+    def fp8_path(self) -> str:
+        """The same of FP8 products with one scale a tensor."""
+        return self.records[0].paths[1]
 
     def curves(self, arm: str) -> dict[int, pd.DataFrame]:
         """{seed: curve} of an arm; empty for an arm without records."""
@@ -96,6 +101,7 @@ class Study:
             f"{count(self.tokens)} tokens of {self.config.corpus} an arm, {len(mine)} arm{'s' if len(mine) != 1 else ''}, "
             f"seed{'s' if len(seeds) != 1 else ''} {', '.join(map(str, seeds))}, "
             f"{self.records[0].machine['device_type']}, FP4 {self.path}"
+            + (f", FP8 {self.fp8_path}" if self.fp8_path != self.path else "")
         )
 
     def names(self, *arms: str) -> list[str]:
@@ -117,7 +123,7 @@ def studies(records: Iterable[Record]) -> list[Study]:
     records."""
     groups: dict[str, list[Record]] = {}
     for record in records:
-        what = [setting(record.config), record.machine["device_type"], record.machine["path"]]
+        what = [setting(record.config), record.machine["device_type"], record.paths]
         groups.setdefault(json.dumps(what, sort_keys=True), []).append(record)
     # Of two records of an arm and seed the probed one counts: it comes last, and `arms` keeps the last.
     found = [

@@ -20,7 +20,8 @@ _library.define("unpack(Tensor qdata, Tensor scale, str elem, str block, ScalarT
 _library.define("turn(Tensor qdata, str elem) -> Tensor")
 _operand = "Tensor {0}, Tensor {0}_scale, str {0}_elem, str {0}_block"
 _library.define(f"gemm_packed({_operand.format('a')}, {_operand.format('b')}, ScalarType dtype) -> Tensor")
-_library.define("fp8_codes(Tensor x, str elem) -> (Tensor, Tensor)")
+_library.define("fp8_codes(Tensor x, str elem, bool turned) -> (Tensor, Tensor)")
+_library.define("fp8_codes_pair(Tensor x, str elem) -> (Tensor, Tensor, Tensor)")
 _fp8 = "Tensor {0}, Tensor {0}_factor, str {0}_elem"
 _library.define(f"gemm_fp8({_fp8.format('a')}, {_fp8.format('b')}, ScalarType dtype) -> Tensor")
 
@@ -79,16 +80,37 @@ def _gemm_packed_shape(a, a_scale, a_elem, a_block, b, b_scale, b_elem, b_block,
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
 
-@torch.library.impl(_library, "fp8_codes", "CompositeExplicitAutograd")
-def _fp8_codes(x, elem):
+def _codes(x: Tensor, elem: str, along: bool, turned: bool) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    if x.is_cuda and HAS_TRITON:
+        from mxfp4.numerics.kernels import fp8_triton
+
+        return fp8_triton.codes(x, elem, along, turned)
     scale = fp8_scale(x, elem)
     value = scaled_fp8(x, scale, elem, torch.bfloat16)  # which holds FP8 exactly
-    return value.to(FP8[elem]).contiguous().view(torch.uint8), 1.0 / scale
+    codes = value.to(FP8[elem]).contiguous().view(torch.uint8)
+    return codes if along else None, codes.t().contiguous() if turned else None, 1.0 / scale
+
+
+@torch.library.impl(_library, "fp8_codes", "CompositeExplicitAutograd")
+def _fp8_codes(x, elem, turned):
+    along, across, factor = _codes(x, elem, not turned, turned)
+    return (across if turned else along), factor
 
 
 @torch.library.register_fake("mxfp4::fp8_codes", lib=_library)
-def _fp8_codes_shape(x, elem):
-    return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty((), dtype=torch.float32)
+def _fp8_codes_shape(x, elem, turned):
+    return x.new_empty(x.shape[::-1] if turned else x.shape, dtype=torch.uint8), x.new_empty((), dtype=torch.float32)
+
+
+@torch.library.impl(_library, "fp8_codes_pair", "CompositeExplicitAutograd")
+def _fp8_codes_pair(x, elem):
+    return _codes(x, elem, True, True)
+
+
+@torch.library.register_fake("mxfp4::fp8_codes_pair", lib=_library)
+def _fp8_codes_pair_shape(x, elem):
+    codes, turned = (x.new_empty(shape, dtype=torch.uint8) for shape in (x.shape, x.shape[::-1]))
+    return codes, turned, x.new_empty((), dtype=torch.float32)
 
 
 @torch.library.impl(_library, "gemm_fp8", "CompositeExplicitAutograd")
@@ -109,7 +131,9 @@ unpack = torch.ops.mxfp4.unpack.default
 turn = torch.ops.mxfp4.turn.default
 # [M, K] x [N, K] -> [M, N] in FP32 or BF16, by the chip's own FP4 and FP8 units.
 gemm_packed = torch.ops.mxfp4.gemm_packed.default
-# A tensor as FP8 codes (uint8, its shape) under one scale, and the FP32 factor that undoes it.
+# A matrix [R, K] as FP8 codes under one scale (uint8, its shape; [K, R] if `turned`), and the FP32 factor that undoes it.
 fp8_codes = torch.ops.mxfp4.fp8_codes.default
+# The codes of `fp8_codes` in both orientations, [R, K] and [K, R], from one read, and the factor.
+fp8_codes_pair = torch.ops.mxfp4.fp8_codes_pair.default
 # [M, K] x [N, K] -> [M, N] of two such tensors, factors applied, by the library; K and N multiples of 16.
 gemm_fp8 = torch.ops.mxfp4.gemm_fp8.default

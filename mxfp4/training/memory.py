@@ -10,8 +10,8 @@ value in the compute type (2: BF16 on a GPU, 4: FP32 on the CPU).
 
 What a block keeps for its backward is read off the model (`training/model.py`, `training/gemms.py`): each RMSNorm its
 input and its result in FP32; attention q, repeated k and v, its output and one FP32 a head; the feed-forward both
-projections and the SiLU; each linear layer its X and its W as Wgrad and Dgrad will read them, which the emulated path
-holds dequantized in b bytes a value, the native one packed (MXFP4: 17/32 bytes, FP8: 1). A compiled block recomputes
+projections and the SiLU; each linear layer its X and its W as Wgrad and Dgrad will read them, which the emulated paths
+hold dequantized in b bytes a value, the native ones packed (MXFP4: 17/32 bytes, FP8: 1). A compiled block recomputes
 what is cheap, and quantizes an input that several layers share once where the recipe draws no random numbers; a
 recomputed block keeps its input alone.
 
@@ -30,7 +30,7 @@ import torch
 from mxfp4.errors import UserError
 from mxfp4.numerics.formats import BLOCK, elem_format
 from mxfp4.training.config import TrainConfig
-from mxfp4.training.gemms import serves_both
+from mxfp4.training.gemms import per_tensor, serves_both
 from mxfp4.training.linear import MXFP4Linear, convert
 from mxfp4.training.model import Block, Llama
 from mxfp4.training.prepared import takes_packed
@@ -117,14 +117,15 @@ def local_batch(config: TrainConfig, ranks: int) -> tuple[int, int]:
 
 def estimate(
     config: TrainConfig, *, ranks: int = 1, device: str = "cuda", compiled: bool = False, recompute_every: int = 0,
-    captured: bool = False, native: bool = False,
+    captured: bool = False, native: bool = False, fp8: bool = False,
 ) -> Memory:
     """Memory of a rank that trains `config`, its parameters sharded over `ranks` (FSDP2, each block and the root).
 
     device: "cuda" (BF16 over FP32 weights) or "cpu" (FP32). compiled: torch.compile on each block.
     recompute_every: activation checkpointing of every n-th block, the first one included; 0: none. captured: a step is
-    one CUDA graph. native: the chip multiplies packed operands, so they are kept packed. Raises
-    UserError when the batch cannot be dealt to the ranks, and for recompute_every < 0.
+    one CUDA graph. native: the chip multiplies packed operands, so they are kept packed; fp8: those in FP8 with a scale a
+    tensor, if no others (`numerics/path.py`). Raises UserError when the batch cannot be dealt to the ranks, and for
+    recompute_every < 0.
     """
     check_every(recompute_every)
     with torch.device("meta"):
@@ -132,13 +133,15 @@ def estimate(
     b = 2 if device == "cuda" else 4
     if config.model.n_experts:  # the loop does neither with experts
         compiled = captured = False
-    return _Step(config, model, ranks, b, compiled, recompute_every, native).memory(captured)
+    return _Step(config, model, ranks, b, compiled, recompute_every, (native, native or fp8)).memory(captured)
 
 
 class _Step:
     """The sizes of one step."""
 
-    def __init__(self, config: TrainConfig, model: Llama, ranks: int, b: int, compiled: bool, every: int, native: bool):
+    def __init__(
+        self, config: TrainConfig, model: Llama, ranks: int, b: int, compiled: bool, every: int, native: tuple[bool, bool]
+    ):  # fmt: skip
         m = config.model
         self.config, self.model, self.ranks, self.b = config, model, ranks, b
         self.compiled, self.native = compiled, native
@@ -253,7 +256,9 @@ class _Step:
                 copied = not (two.format == "fp32" and self.b == 4)
                 dgrad += copied * self._size(two, layer.recipe.dgrad) * n
                 cast = one.format in ("bf16", "fp32") and one.hadamard is None  # both read one cast of W
-                fprop += (one != two or not (cast or serves_both(one))) * self._size(one, layer.recipe.fprop) * n
+                codes = per_tensor(one) and takes_packed(layer.recipe.dgrad, *self.native)  # stored once an orientation
+                shared = one == two and (cast or serves_both(one)) and not codes
+                fprop += (not shared) * self._size(one, layer.recipe.fprop) * n
         return fprop, dgrad
 
     def _block(self, block: Block) -> list[Term]:
@@ -305,7 +310,7 @@ class _Step:
 
     def _size(self, op: Operand, gemm: Gemm) -> float:
         """Bytes of an element of `op` that waits for `gemm`."""
-        if self.native and takes_packed(gemm):
+        if takes_packed(gemm, *self.native):
             return elem_format(op.elem or "e2m1").bits / 8 + (1 / BLOCK if op.is_mx else 0)
         return 4 if op.format == "fp32" else self.b
 

@@ -1,7 +1,7 @@
 """Operands as a layer multiplies and keeps them: values, or packed codes and scales.
 
-A chip with FP4 units multiplies packed MX operands as they are, and FP8 with a scale a tensor through the library.
-Everywhere else a GEMM reads values (`gemms.py`), and packed is how the backward's operands can wait for it: 0.53 bytes
+A chip with FP4 units multiplies packed MX operands as they are; one with FP8 units multiplies FP8 with a scale a tensor,
+through the library (`path.py` says which has what; a recipe's GEMMs may differ in it). Everywhere else a GEMM reads values (`gemms.py`), and packed is how the backward's operands can wait for it: 0.53 bytes
 an element (FP8: 1) in place of 2, unpacked when they are needed, the same values. What has no packed form (high
 precision, NVFP4, rotations along both axes, the prescale) is held as values on every chip, and so is the partner of
 such an operand in its GEMM.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mxfp4.numerics import packed_ops
 from mxfp4.numerics.matmul import as_dtype, gemm_dtype
-from mxfp4.numerics.path import matmul_path
+from mxfp4.numerics.path import fp8_path, matmul_path
 from mxfp4.numerics.quantize import quantize, quantize_pair, values_and_packed
 from mxfp4.numerics.tensor import MXTensor
 from mxfp4.training.gemms import AXES, both_operands, how, one_read, operand, per_tensor, product, serves_both, stream_of
@@ -37,7 +37,8 @@ class Values(NamedTuple):
 class Packed(NamedTuple):
     """Codes and E8M0 bytes, the contraction axis last unless `turned`: square blocks, stored along the other axis.
 
-    Block "tensor": FP8 codes, and as `scale` the FP32 factor that undoes the tensor's one scale.
+    Block "tensor": FP8 codes, and as `scale` the FP32 factor that undoes the tensor's one scale; `turned` where one
+    store of them waits for a GEMM that reads values.
     """
 
     qdata: Tensor
@@ -55,15 +56,17 @@ def packable(op: Operand) -> bool:
     return per_tensor(op) or (op.is_mx and not op.two_sided and not op.prescaled)
 
 
-def takes_packed(pair: Gemm) -> bool:
-    """Whether chips with FP4 units multiply these two operands packed."""
-    alike = pair.a.is_mx == pair.b.is_mx and not (per_tensor(pair.a) and pair.a.elem == pair.b.elem == "e5m2")
-    return packable(pair.a) and packable(pair.b) and alike
+def takes_packed(pair: Gemm, mx: bool, fp8: bool) -> bool:
+    """Whether a chip that multiplies MX blocks (`mx`), FP8 tensors (`fp8`) takes these two operands packed."""
+    if per_tensor(pair.a) and per_tensor(pair.b):
+        return fp8 and not pair.a.elem == pair.b.elem == "e5m2"  # the one pairing that no library has
+    return mx and all(op.is_mx and packable(op) for op in (pair.a, pair.b))
 
 
 def runs_packed(which: str, layer_recipe: Recipe, device: torch.device) -> bool:
     """Whether GEMM `which` takes packed operands on `device`."""
-    return matmul_path(device) == "native" and takes_packed(getattr(layer_recipe, which))
+    mx, fp8 = matmul_path(device) == "native", fp8_path(device) == "native"
+    return takes_packed(getattr(layer_recipe, which), mx, fp8)
 
 
 def prepare(t: Tensor, which: str, name: str, layer_recipe: Recipe, seed: Tensor | None, packed: bool) -> Prepared:
@@ -72,7 +75,7 @@ def prepare(t: Tensor, which: str, name: str, layer_recipe: Recipe, seed: Tensor
         return Values(*operand(t, which, name, layer_recipe, seed))
     op, axis = layer_recipe.operands()[which, name], AXES[which, name]
     if per_tensor(op):
-        return Packed(*packed_ops.fp8_codes(t, op.elem), op.elem, "tensor", axis != -1)
+        return Packed(*packed_ops.fp8_codes(t, op.elem, axis != -1), op.elem, "tensor", False)
     along = -1 if op.transposable else axis
     q = quantize(t, axis=along, seed=seed, **how(op, stream_of(which, name, layer_recipe)))
     return _packed(q, turned=along != axis)
@@ -91,6 +94,9 @@ def prepare_both(
     first, second = (g for g in GEMMS if name in TENSORS[g])
     one, two = (layer_recipe.operands()[g, name] for g in (first, second))
     dtype = gemm_dtype(t.device)
+    if one == two and per_tensor(one) and all(packed):
+        codes, turned, factor = packed_ops.fp8_codes_pair(t, one.elem)
+        return tuple(Packed(qdata, factor, one.elem, "tensor", False) for qdata in (codes, turned))
     if one == two and serves_both(one):  # one quantization serves both
         made = prepare(t, first, name, layer_recipe, seed, True)
         both = made, made._replace(turned=True)
@@ -120,11 +126,10 @@ def unpacked(x: Prepared, dtype: torch.dtype, late: bool = False) -> Values:
 def multiply(which: str, a: Prepared, b: Prepared, layer_recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
     """GEMM `which` of two prepared operands -> [M, N] in `out_dtype`, FP32 accumulation."""
     device = (a.value if isinstance(a, Values) else a.qdata).device
-    if isinstance(a, Packed) and isinstance(b, Packed) and matmul_path(device) == "native":
+    if runs_packed(which, layer_recipe, device):
         dtype = out_dtype if out_dtype in (torch.float32, torch.bfloat16) else torch.float32
-        per_tensor_scales = a.block == "tensor"
         a, b = _along_k(a), _along_k(b)
-        if not per_tensor_scales:
+        if a.block != "tensor":
             return as_dtype(packed_ops.gemm_packed(*a[:4], *b[:4], dtype), out_dtype)
         if a.qdata.shape[1] % FP8_MULTIPLE == 0 and b.qdata.shape[0] % FP8_MULTIPLE == 0:
             return as_dtype(packed_ops.gemm_fp8(*a[:3], *b[:3], dtype), out_dtype)

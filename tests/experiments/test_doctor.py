@@ -159,6 +159,7 @@ def node(monkeypatch, tmp_path):
     for name, value in {"is_available": True, "device_count": 8, "get_device_properties": card}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *a, value=value: value)
     monkeypatch.setattr("mxfp4.numerics.path._gpu_path", lambda index: "native")
+    monkeypatch.setattr("mxfp4.numerics.path._gpu_fp8_path", lambda index: "native")
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2 * 10**12}))
     (tmp_path / "c4" / "en").mkdir(parents=True)
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -188,6 +189,8 @@ def test_a_node_with_too_little_memory(node):
 
 def test_a_gpu_without_fp4_is_no_obstacle_and_said(node, monkeypatch):
     monkeypatch.setattr("mxfp4.numerics.path._gpu_path", lambda index: "emulated")
+    assert "native: FP8" in status("path", "gpu").value
+    monkeypatch.setattr("mxfp4.numerics.path._gpu_fp8_path", lambda index: "emulated")
     node.gcnArchName = "gfx942"
     path = status("path", "mi355x")
     assert path.status == "note" and path.value == "emulated" and "gfx950" in path.advice

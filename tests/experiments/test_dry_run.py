@@ -125,5 +125,5 @@ def test_memory_is_within_a_tenth_of_what_gpus_measured():
     if not records:
         pytest.skip("no records of scale gpu in this checkout")
     for r in records:
-        expected = estimate(r.config, compiled=True, native=r.machine["path"] == "native").peak
+        expected = estimate(r.config, compiled=True, native=r.paths[0] == "native", fp8=r.paths[1] == "native").peak
         assert expected == pytest.approx(r.timings["peak_memory_bytes"], rel=0.1), r.run_id

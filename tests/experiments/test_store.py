@@ -2,6 +2,7 @@
 runs/."""
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -21,6 +22,8 @@ from mxfp4.errors import UserError
 from mxfp4.experiments import store as store_module
 from mxfp4.experiments.lock import Lock
 from mxfp4.experiments.store import Store
+from mxfp4.experiments.study import studies
+from mxfp4.numerics.path import PATHS
 from mxfp4.training.interface import TrainResult
 from mxfp4.training.loop import train
 
@@ -257,15 +260,36 @@ def test_a_record_from_before_window_losses_is_read(store):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-@pytest.mark.parametrize("path", ["native", "emulated"])
-def test_records_of_gpus_are_found_where_there_is_none(store, path):
-    """A native GPU's key differs from an emulating one's; a laptop that reads a study can have neither."""
+@pytest.mark.parametrize("path, fp8", [*PATHS, ("native", None), ("emulated", None)])
+def test_records_of_gpus_are_found_where_there_is_none(store, path, fp8):
+    """A native GPU's key differs from an emulating one's; a laptop that reads a study can have neither. Records from
+    before FP8 was decided apart say nothing of it, and keep their keys."""
     config = tiny_config()
     record = store.put(config, result(), "cpu", corpus="fake")
     data = json.loads((record.folder / "record.json").read_text())
-    data["machine"] |= {"device_type": "cuda", "path": path}
-    data["key"] = store_module._key(config, "cuda", path, data["semantics_version"])
+    assert data["machine"].pop("fp8_path") == "emulated"
+    data["machine"] |= {"device_type": "cuda", "path": path, **({"fp8_path": fp8} if fp8 else {})}
+    data["key"] = store_module._key(config, "cuda", (path, fp8 or path), data["semantics_version"])
     (record.folder / "record.json").write_text(json.dumps(data))
     record.folder.rename(record.folder.with_name(store_module._run_id(config, data["key"])))
-    assert store.get(config, "cuda").machine["path"] == path
-    assert store.get(config, "cpu") is None
+    found = store.get(config, "cuda")
+    assert found.paths == (path, fp8 or path)
+    assert store.get(config, "cpu") is None and [r.paths for r in store.load(device_type="cuda")] == [found.paths]
+    (study,) = studies([found])
+    assert ("FP8 native" in study.describe()) == (found.paths == ("emulated", "native"))
+
+
+def test_the_fp8_path_is_in_the_key_where_it_is_not_the_fp4_path(monkeypatch):
+    """So keys of the CPU, and of chips with both or neither, are those from before there were two."""
+    keys = {paths: store_module._key(tiny_config(), "cuda", paths, 1) for paths in PATHS}
+    assert len(set(keys.values())) == 3
+    what = {"config": tiny_config().key_dict(), "device": "cuda", "semantics": 1}
+    for path in ("native", "emulated"):
+        text = json.dumps({**what, "path": path}, sort_keys=True, separators=(",", ":"))
+        assert keys[path, path] == hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_records_of_two_fp8_paths_are_two_studies(store):
+    record = store.put(tiny_config(), result(), "cpu", corpus="fake")
+    other = replace(record, data={**record.data, "machine": {**record.machine, "fp8_path": "native"}})
+    assert len(studies([record, other])) == 2

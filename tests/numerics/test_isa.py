@@ -47,6 +47,30 @@ def test_no_scratch_with_random_rounding_or_values(kernel):
         assert report.spills == report.scratch == 0
 
 
+@pytest.mark.parametrize("arch, native", [("sm_90", True), ("sm_100", True), ("gfx950", False)])
+@pytest.mark.parametrize("along, turned", [(True, True), (True, False), (False, True)])
+def test_fp8_codes_compile_without_contraction_or_scratch(arch, native, along, turned):
+    """Of a multiply and an add that were contracted, a tie could round the other way."""
+    import torch
+
+    from mxfp4.numerics.kernels import fp8_triton as k
+
+    x = torch.empty((4096, 1024), dtype=torch.bfloat16, device="meta")
+    out = torch.empty((4096, 1024), dtype=torch.uint8, device="meta") if along else None
+    out_turned = torch.empty((1024, 4096), dtype=torch.uint8, device="meta") if turned else None
+    amax, factor = torch.empty((), dtype=torch.int32, device="meta"), torch.empty((), device="meta")
+    _, sizes, arguments, options = k.launch(x, out, out_turned, amax, factor, "e5m2", native)
+    target = isa.ARCHS[arch]
+    compiled = isa.compile_for(target, k._codes_kernel, {**arguments, **sizes}, options)
+    count = (isa._count_amd if target.backend == "hip" else isa._count_nvidia)(compiled)
+    assert count["spills"] == count["scratch"] == 0
+    if native:
+        assert set(count["conversions"]) == {"cvt.rn.satfinite.e5m2x2.f32"} and "fma" not in compiled.asm["ptx"]
+    amax_only = {"x_ptr": x, "amax_ptr": amax, **sizes}
+    found = isa.compile_for(target, k._amax_kernel, amax_only, {"SIDE": k.SIDE, "num_warps": 8})
+    assert "atomic" in found.asm["amdgcn" if target.backend == "hip" else "ttir"]
+
+
 def test_counts_of_work_come_from_the_shapes():
     gemm = isa.report("gemm mxfp4", "gfx950")
     m, n, k = isa.ROWS, isa.COLUMNS, isa.INNER

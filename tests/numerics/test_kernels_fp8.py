@@ -1,11 +1,11 @@
-"""The FP8 kernel rounds as torch's cast does, and per-tensor scaling puts the largest magnitude at the format's."""
+"""The FP8 kernels round as torch's cast does, and per-tensor scaling puts the largest magnitude at the format's."""
 
 import kernels
 import pytest
 import torch
 from test_kernels_quantize import any_bits, same
 
-from mxfp4.numerics import ops
+from mxfp4.numerics import ops, packed_ops
 from mxfp4.numerics.formats import ELEMS
 
 CAST = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -48,3 +48,101 @@ def test_of_a_tensor_with_a_value_that_is_not_finite_nothing_passes_for_a_number
     """Whatever its other values, which no scale fits to the format: a backend that saturates would tell them."""
     values, factor = ops.fp8_per_tensor(torch.tensor([bad, 1.0, -1000.0, 1e30]), elem, torch.float32)
     assert (values * factor).isnan().all()
+
+
+def assert_codes(x: torch.Tensor, elem: str) -> None:
+    """Codes of a tensor, along its rows, its columns and both, are torch's cast's; NaN is NaN, of either sign."""
+    module = kernels.load("fp8_triton")
+    host = x.cpu()
+    scale = ops.fp8_scale(host, elem)
+    wanted = (host.float() * scale).to(CAST[elem])
+    for along, turned in ((True, False), (False, True), (True, True)):
+        codes, across, factor = module.codes(x, elem, along, turned)
+        assert (codes is not None, across is not None) == (along, turned)
+        assert torch.equal(factor.cpu(), 1.0 / scale) or (factor.isnan() and scale.isnan())
+        for ours, theirs in ((codes, wanted), (across, wanted.t())):
+            if ours is not None:
+                assert ours.is_contiguous() and ours.dtype == torch.uint8 and ours.shape == theirs.shape
+                value = ours.cpu().view(CAST[elem])
+                bad = theirs.float().isnan()
+                assert torch.equal(value.float().isnan(), bad)
+                right = value.view(torch.uint8) == theirs.contiguous().view(torch.uint8)
+                assert (right | bad).all()
+
+
+def laid_out(x: torch.Tensor):
+    """`x`, and others made of it: transposed, cut out of a larger one, a column, a row again and again, every second."""
+    return x, x.t(), x[3:, 5:-7], x[:, :1], x[:1].expand(5, -1), x[:1, :1].expand(40, 33), x[::2, ::3]
+
+
+def difficult(elem: str, shape: tuple[int, int]):
+    """Values over the whole range of the format, ties among them, zeros and what is not finite."""
+    finite = any_bits(shape, torch.float32, 21)
+    finite = torch.where(finite.isfinite(), finite, 1.0)
+    grid = torch.linspace(-ELEMS[elem].max, ELEMS[elem].max, 512).repeat(8)[: shape[1]] * torch.ones(shape[0], 1)
+    yield from (finite, finite * 2.0**-100, torch.randn(shape).exp2(), torch.zeros(shape), torch.full(shape, -0.0))
+    yield from (grid, grid * 2.0 ** -torch.arange(0.0, 24.0)[torch.arange(shape[0]) % 24, None])
+    yield torch.where(torch.arange(shape[1]) == 0, 1e-38, torch.zeros(shape))
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        x = torch.randn(shape)
+        x[-1, -1] = bad
+        yield x
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("elem", CAST)
+def test_codes_are_those_of_torchs_cast(elem):
+    for x in difficult(elem, (37, 150)):
+        assert_codes(x.to(kernels.DEVICE), elem)
+
+
+@pytest.mark.parametrize("elem", CAST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_codes_of_any_strides_and_dtype(elem, dtype):
+    for x in laid_out(torch.randn(140, 150).to(dtype)):
+        assert_codes(x.to(kernels.DEVICE), elem)
+
+
+@pytest.mark.parametrize("elem", CAST)
+def test_the_operators_of_codes_agree(elem):
+    x = torch.randn(33, 70)
+    codes, turned, factor = packed_ops.fp8_codes_pair(x, elem)
+    values, same_factor = ops.fp8_per_tensor(x, elem, torch.float32)
+    assert torch.equal(codes.view(CAST[elem]).float(), values) and torch.equal(turned, codes.t()) and turned.is_contiguous()
+    for flag, one in ((False, codes), (True, turned)):
+        found, its_factor = packed_ops.fp8_codes(x, elem, flag)
+        assert torch.equal(found, one) and its_factor == factor == same_factor
+    for op, flag in ((packed_ops.fp8_codes, (elem, True)), (packed_ops.fp8_codes_pair, (elem,))):
+        torch.library.opcheck(op, (x, *flag))
+
+
+on_gpu = pytest.mark.skipif(kernels.DEVICE != "cuda", reason="needs a GPU")
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("elem", CAST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_on_a_gpu_by_its_own_conversion_or_without(elem, dtype, monkeypatch):
+    module, own = kernels.load("fp8_triton"), None
+    for native in {module.converts(torch.device(kernels.DEVICE)), False}:
+        monkeypatch.setattr(module, "converts", lambda device, native=native: native)
+        for x in difficult(elem, (300, 1000)):
+            assert_codes(x.to(dtype).to(kernels.DEVICE), elem)
+        for x in laid_out(torch.randn(1024, 1536)):
+            assert_codes(x.to(dtype).to(kernels.DEVICE), elem)
+        found = packed_ops.fp8_codes_pair(torch.linspace(-3, 5, 2**20, device=kernels.DEVICE).view(1024, 1024), elem)
+        assert own is None or all(torch.equal(a, b) for a, b in zip(found, own, strict=True))
+        own = found
+
+
+@on_gpu
+@pytest.mark.gpu
+def test_codes_beyond_two_to_the_31_elements():
+    rows, columns = 2**31 // 8192 + 64, 8192
+    x = torch.zeros(rows, columns, dtype=torch.bfloat16, device=kernels.DEVICE)
+    x[-64:] = torch.randn(64, columns, device=kernels.DEVICE).bfloat16()
+    codes, turned, _ = packed_ops.fp8_codes_pair(x, "e4m3")
+    last, last_turned, _ = packed_ops.fp8_codes_pair(x[-64:].clone(), "e4m3")
+    assert torch.equal(codes[-64:], last) and torch.equal(turned[:, -64:], last_turned)
+    assert not codes[:-64].any() and not turned[:, :-64].any()

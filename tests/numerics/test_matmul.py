@@ -158,6 +158,30 @@ def test_public_path():
     assert mxfp4.matmul is matmul
 
 
+@pytest.mark.parametrize(
+    "arch, expected",
+    [("gfx950:sramecc+:xnack-", ("native", "native")), ("gfx942", ("emulated", "emulated")), ((8, 0), ("emulated", "emulated")),
+     ((8, 9), ("emulated", "native")), ((9, 0), ("emulated", "native")), ((10, 0), ("native", "native")),
+     ((10, 3), ("native", "native")), ((12, 0), ("emulated", "native"))],
+)  # fmt: skip
+def test_what_a_chip_multiplies_itself(arch, expected, monkeypatch):
+    """gfx942 has FP8 units, of other encodings."""
+    from mxfp4.numerics import path
+
+    rocm = isinstance(arch, str)
+    monkeypatch.setattr(torch.version, "hip", "7.0" if rocm else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: arch)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: type("Card", (), {"gcnArchName": arch}))
+    for function in (path._gpu_path, path._gpu_fp8_path):
+        function.cache_clear()
+    found = path.matmul_path("cuda"), path.fp8_path(torch.device("cuda", 0))
+    for function in (path._gpu_path, path._gpu_fp8_path):
+        function.cache_clear()
+    assert found == expected and found in path.PATHS
+    assert path.fp8_path("cpu") == "emulated"
+
+
 def test_the_native_road_gives_the_emulated_product(monkeypatch):
     """On a chip with FP4 units `matmul` hands packed operands to the kernel; here Triton interprets it."""
     import kernels

@@ -116,8 +116,20 @@ def test_native_operands_wait_packed():
     name = "W of the linear layers, for Dgrad"
     assert kept[False][name] == 2 * linear and kept[True][name] == linear * 17 / 32
     for recipe, size in (("mxfp4-fprop", 1), ("bf16", 2), ("nvfp4-plain", 2)):  # Dgrad in FP8; no packed form
-        block = estimate(config(recipe, layers=1, seq=128), native=True).block
-        assert {t.name: t.bytes for t in block}[name] == size * linear
+        for native in (False, True):
+            block = estimate(config(recipe, layers=1, seq=128), native=native, fp8=True).block
+            assert {t.name: t.bytes for t in block}[name] == size * linear
+
+
+@pytest.mark.parametrize("fp8, size", [(False, 2), (True, 1 + 1)])  # one tensor of BF16; two of codes
+def test_weights_kept_for_the_next_part_are_codes_in_both_orientations(fp8, size):
+    c = config("fp8", layers=1, seq=128, batch=4, parts=4)
+    with torch.device("meta"):
+        linear = sum(p.numel() for p in Llama(c.model).layers.parameters() if p.ndim > 1)
+    moments = estimate(c, fp8=fp8).moments
+    forward, end = (sum(t.bytes for t in m.terms if t.name.startswith("quantized W")) for m in (moments[0], moments[-3]))
+    assert end == size * linear
+    assert forward == fp8 * linear  # beside what the block keeps for Dgrad
 
 
 def test_a_captured_step_reserves_its_pool_beside_the_first():

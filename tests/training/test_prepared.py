@@ -15,7 +15,7 @@ from mxfp4.numerics import packed_ops
 from mxfp4.numerics.formats import ELEMS
 from mxfp4.training import prepared
 from mxfp4.training.gemms import both_operands
-from mxfp4.training.recipe import recipe
+from mxfp4.training.recipe import GEMMS, RECIPES, recipe
 
 sys.path.append(str(Path(__file__).parents[1] / "numerics"))
 import kernels
@@ -87,22 +87,30 @@ def test_values_wait_by_default():
 
 
 @pytest.fixture
-def native(monkeypatch):
-    """The road of a chip with FP4 units, its GEMM interpreted; yields the list of the calls it gets."""
-    calls, gemm = [], kernels.load("gemm_triton").gemm
+def fp8_only(monkeypatch):
+    """The road of a chip with FP8 units alone, their GEMM torch's; yields the list of the calls it gets."""
+    calls, scaled_mm_of_torch = [], torch._scaled_mm
+
+    def scaled_mm(a, b, **kw):
+        assert kw["use_fast_accum"] is False
+        calls.append("fp8")
+        return scaled_mm_of_torch(a, b, **kw)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(prepared, "fp8_path", torch.compiler.assume_constant_result(lambda device: "native"))
+    return calls
+
+
+@pytest.fixture
+def native(monkeypatch, fp8_only):
+    """The road of a chip with FP4 units as well, whose GEMM is interpreted; yields the list of the calls it gets."""
+    calls, gemm = fp8_only, kernels.load("gemm_triton").gemm
 
     def counted(a, b, out):
         calls.append((a.elem, b.elem))
         return gemm(a, b, out)
 
     monkeypatch.setattr(prepared, "matmul_path", torch.compiler.assume_constant_result(lambda device: "native"))
-    def scaled_mm(a, b, **kw):
-        assert kw["use_fast_accum"] is False
-        calls.append("fp8")
-        return scaled_mm_of_torch(a, b, **kw)
-
-    scaled_mm_of_torch = torch._scaled_mm
-    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     fake = type("gemm_triton", (), {"gemm": staticmethod(counted)})
     monkeypatch.setattr(package, "gemm_triton", fake, raising=False)
     return calls
@@ -150,9 +158,67 @@ def test_native_takes_odd_tokens_mixed_elements_and_a_compiler(native, monkeypat
         assert relative(a, b) < 1e-6
 
 
-def test_fp8_units_are_not_asked_for_sizes_that_they_refuse(native, monkeypatch):
+HOLD_FP8 = [name for name in RECIPES if prepared.takes_packed(recipe(name).wgrad, mx=False, fp8=True) or name == "fp8"]
+
+
+def test_the_recipes_that_hold_fp8():
+    assert len(HOLD_FP8) == 11 and {"fp8", "mxfp4-fprop", "mxfp4-fprop-dgrad+sr"} <= set(HOLD_FP8)
+
+
+@pytest.mark.parametrize("save", prepared.SAVES)
+@pytest.mark.parametrize("name", [*HOLD_FP8, "mxfp4-dgrad+2d", "mxfp4-wgrad+sr"])
+def test_a_chip_with_fp8_units_alone_multiplies_what_is_in_fp8(name, save, fp8_only, monkeypatch):
+    """Two GEMMs may want a tensor in two forms: FP8 codes and MXFP4 values, in either order."""
+    ours = run(layer(name, save=save))
+    gemms = [getattr(recipe(name), which) for which in GEMMS]
+    assert len(fp8_only) == sum(prepared.takes_packed(pair, mx=False, fp8=True) for pair in gemms) > 0
+    monkeypatch.undo()
+    for a, b in zip(ours, run(layer(name)), strict=True):
+        assert relative(a, b) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp4+h16", "ti2d", "bf16", "nvfp4"])
+def test_other_recipes_do_not_see_fp8_units(name, fp8_only, monkeypatch):
+    ours = run(layer(name))
+    assert fp8_only == []
+    monkeypatch.undo()
+    assert all(torch.equal(a, b) for a, b in zip(ours, run(layer(name)), strict=True))
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp4-fprop"])
+def test_compiled_for_fp8_units_too(name, fp8_only):
+    ours, theirs = layer(name), layer(name)
+    results = run(ours, call=torch.compile(ours, fullgraph=True)), run(theirs)
+    assert len(fp8_only) == 2 * FP8_GEMMS[name]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_fp8_codes_are_made_in_both_orientations_at_once_and_never_turned(fp8_only, monkeypatch):
+    """One operator a tensor, as each is read by two GEMMs; codes wait for the backward at a byte an element."""
+    made, pair = [], packed_ops.fp8_codes_pair
+    monkeypatch.setattr(packed_ops, "fp8_codes_pair", lambda *a: (made.append(a[0].shape), pair(*a))[1])
+    for name in ("fp8_codes", "turn", "unpack"):
+        monkeypatch.setattr(packed_ops, name, None)
+    with saved() as sizes:
+        run(layer("fp8"))
+    assert made == [(64, 64), (128, 64), (64, 128)]
+    assert sum(sizes) == 64 * 64 + 64 * 128 + 2 * 4  # and the factors
+
+
+def test_results_come_in_the_type_that_is_asked_for(fp8_only):
+    """BF16 from the library itself; FP16, which it is not asked for, by way of FP32."""
+    one = layer("fp8")
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.randn(32, 64).to(dtype).requires_grad_()
+        with torch.autocast("cpu", dtype=dtype):
+            y = one(x)
+        y.sum().backward()
+        assert y.dtype == x.grad.dtype == dtype and one.weight.grad.dtype == torch.float32
+
+
+def test_fp8_units_are_not_asked_for_sizes_that_they_refuse(fp8_only, monkeypatch):
     ours = run(layer("fp8"), tokens=33)
-    assert native == ["fp8", "fp8"]  # Wgrad contracts 33
+    assert fp8_only == ["fp8", "fp8"]  # Wgrad contracts 33
     monkeypatch.undo()
     for a, b in zip(ours, run(layer("fp8"), tokens=33), strict=True):
         assert relative(a, b) < 1e-6

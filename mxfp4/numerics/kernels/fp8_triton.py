@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.standard import _elementwise_max  # of `tl.max`, which does not interpret where not imported so
 
 from mxfp4.numerics.formats import ELEMS
 from mxfp4.numerics.kernels.block_math import code, value
@@ -56,7 +57,7 @@ def scaled_fp8(x: Tensor, scale: Tensor, elem: str, dtype: torch.dtype) -> Tenso
 @triton.jit
 def _place(R, C, SIDE: tl.constexpr):
     """(rows, columns) of this program's tile of [R, C], int64 [SIDE] each: neighbours lie along the rows."""
-    tiles = tl.cdiv(C, SIDE)
+    tiles = (C + SIDE - 1) // SIDE
     pid = tl.program_id(0)
     r = (pid // tiles).to(tl.int64) * SIDE + tl.arange(0, SIDE)
     c = (pid % tiles).to(tl.int64) * SIDE + tl.arange(0, SIDE)
@@ -74,7 +75,7 @@ def _amax_kernel(x_ptr, amax_ptr, R, C, row_stride, column_stride, SIDE: tl.cons
     """The largest magnitude of x [R, C], as FP32 bits in an int32: ordered as magnitudes are, NaN above infinity."""
     r, c = _place(R, C, SIDE)
     bits = _tile(x_ptr, r, c, R, C, row_stride, column_stride).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    tl.atomic_max(amax_ptr, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
+    tl.atomic_max(amax_ptr, tl.reduce(tl.reduce(bits, 1, _elementwise_max), 0, _elementwise_max), sem="relaxed")
 
 
 @triton.jit
