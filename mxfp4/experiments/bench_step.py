@@ -1,8 +1,8 @@
 """A training step on a GPU, each recipe against BF16: a Llama of about 370 M parameters, its blocks compiled.
 
 Sequence 2048, batch 8; BF16 parameters, forward, backward and a fused AdamW step, as one CUDA graph, so that the
-processor's launches are not what is measured. On a chip without FP4 units this is
-the price of emulating a recipe exactly, not the speed of its formats. "packed": operands wait for the backward as codes
+processor's launches are not what is measured. On a chip without FP4 units, where FP8 may run on units of its own, this
+is the price of emulating FP4 exactly, not the speed of the format. "packed": operands wait for the backward as codes
 and scales, unpacked there (`MXFP4Linear`'s `save`).
 """
 

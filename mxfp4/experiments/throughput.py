@@ -36,7 +36,8 @@ def path_sentence(study: Study) -> str:
     device = study.records[0].machine["device"]
     if study.path == NATIVE:
         return f"{device} multiplies FP4 itself: its step times are measurements of Table 2."
-    return f"{device} emulates FP4: its times are what emulation costs, and no speed-up is claimed from them."
+    does = "multiplies FP8 itself and emulates FP4" if study.fp8_path == NATIVE else "emulates FP4"
+    return f"{device} {does}: its times are what emulation costs, and no speed-up is claimed from them."
 
 
 def recorded(study: Study, arms: Sequence[str]) -> pd.DataFrame:
@@ -76,7 +77,9 @@ def benched(name: str) -> tuple[pd.DataFrame, str]:
     frame = frame.assign(
         tokens_per_second=BATCH * MODEL.max_seq_len / frame["seconds"], ratio=frame["seconds"] / known[against], against=against
     )
-    return frame, f"{kernel_tables.device(name)}, FP4 {data['machine']['path']}"
+    machine = data["machine"]
+    fp8 = "FP8 native, " if machine.get("fp8_path", machine["path"]) == NATIVE != machine["path"] else ""
+    return frame, f"{kernel_tables.device(name)}, {fp8}FP4 {machine['path']}"
 
 
 def block_sizes(name: str) -> pd.DataFrame:

@@ -131,7 +131,7 @@ unpack = torch.ops.mxfp4.unpack.default
 turn = torch.ops.mxfp4.turn.default
 # [M, K] x [N, K] -> [M, N] in FP32 or BF16, by the chip's own FP4 and FP8 units.
 gemm_packed = torch.ops.mxfp4.gemm_packed.default
-# A matrix [R, K] as FP8 codes under one scale (uint8, its shape; [K, R] if `turned`), and the FP32 factor that undoes it.
+# A matrix [R, K] as FP8 codes under one scale (uint8 [R, K], [K, R] if `turned`), and the FP32 factor that undoes it.
 fp8_codes = torch.ops.mxfp4.fp8_codes.default
 # The codes of `fp8_codes` in both orientations, [R, K] and [K, R], from one read, and the factor.
 fp8_codes_pair = torch.ops.mxfp4.fp8_codes_pair.default

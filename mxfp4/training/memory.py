@@ -123,8 +123,8 @@ def estimate(
 
     device: "cuda" (BF16 over FP32 weights) or "cpu" (FP32). compiled: torch.compile on each block.
     recompute_every: activation checkpointing of every n-th block, the first one included; 0: none. captured: a step is
-    one CUDA graph. native: the chip multiplies packed operands, so they are kept packed; fp8: those in FP8 with a scale a
-    tensor, if no others (`numerics/path.py`). Raises UserError when the batch cannot be dealt to the ranks, and for
+    one CUDA graph. native: the chip multiplies packed operands, so they are kept packed; fp8: those in FP8 with a scale
+    a tensor, if no others (`numerics/path.py`). Raises UserError when the batch cannot be dealt to the ranks, and for
     recompute_every < 0.
     """
     check_every(recompute_every)
@@ -140,7 +140,8 @@ class _Step:
     """The sizes of one step."""
 
     def __init__(
-        self, config: TrainConfig, model: Llama, ranks: int, b: int, compiled: bool, every: int, native: tuple[bool, bool]
+        self, config: TrainConfig, model: Llama, ranks: int, b: int, compiled: bool, every: int,
+        native: tuple[bool, bool],
     ):  # fmt: skip
         m = config.model
         self.config, self.model, self.ranks, self.b = config, model, ranks, b

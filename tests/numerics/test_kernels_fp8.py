@@ -71,7 +71,7 @@ def assert_codes(x: torch.Tensor, elem: str) -> None:
 
 
 def laid_out(x: torch.Tensor):
-    """`x`, and others made of it: transposed, cut out of a larger one, a column, a row again and again, every second."""
+    """`x`, and others made of it: transposed, cut out of a larger one, a column, a row repeated, every second."""
     return x, x.t(), x[3:, 5:-7], x[:, :1], x[:1].expand(5, -1), x[:1, :1].expand(40, 33), x[::2, ::3]
 
 
@@ -108,7 +108,8 @@ def test_the_operators_of_codes_agree(elem):
     x = torch.randn(33, 70)
     codes, turned, factor = packed_ops.fp8_codes_pair(x, elem)
     values, same_factor = ops.fp8_per_tensor(x, elem, torch.float32)
-    assert torch.equal(codes.view(CAST[elem]).float(), values) and torch.equal(turned, codes.t()) and turned.is_contiguous()
+    assert torch.equal(codes.view(CAST[elem]).float(), values)
+    assert torch.equal(turned, codes.t()) and turned.is_contiguous()
     for flag, one in ((False, codes), (True, turned)):
         found, its_factor = packed_ops.fp8_codes(x, elem, flag)
         assert torch.equal(found, one) and its_factor == factor == same_factor

@@ -53,7 +53,8 @@ def assert_close_to_exact(results, layer: MXFP4Linear, x: torch.Tensor, grad: to
     cancel: as a norm the error is far smaller. Other units lose less.
     """
     tensors = {"x": x, "w": layer.weight.detach().cpu(), "g": grad}
-    a, b = ((v.double() * f.double()) for v, f in (operand(tensors[n], which, n, layer.recipe, None) for n in GEMMS[which]))
+    operands = (operand(tensors[name], which, name, layer.recipe, None) for name in GEMMS[which])
+    a, b = (value.double() * factor.double() for value, factor in operands)
     products = a[:, None] * b[None]
     exact, largest = products.sum(-1), torch.maximum(products.abs().amax(-1), products.cumsum(-1).abs().amax(-1))
     instructions = -(-a.shape[1] // 32)
@@ -109,7 +110,7 @@ def test_a_gpu_computes_what_the_cpu_does(name, device):
 @pytest.mark.parametrize("device", [gpu])
 @pytest.mark.parametrize("name", ["bf16", "fp8", "mxfp4-fprop", "mxfp4+h16", "mxfp4+sr", "ti2d"])
 def test_compiled_on_a_gpu_equals_eager(name, device):
-    """The same bytes: compiled or not, the same operators and the library's same GEMMs, each in the dtype of its result.
+    """The same bytes: compiled or not, the same operators and the same GEMMs, each in the dtype of its result.
 
     Where FP8 is emulated its GEMM gives FP32, to be scaled, and there the compiler may choose another kernel of the
     library, with another order of sums: results round to BF16 neighbours, half of 2^-8 to either side of one sum.

@@ -127,7 +127,8 @@ def test_weights_kept_for_the_next_part_are_codes_in_both_orientations(fp8, size
     with torch.device("meta"):
         linear = sum(p.numel() for p in Llama(c.model).layers.parameters() if p.ndim > 1)
     moments = estimate(c, fp8=fp8).moments
-    forward, end = (sum(t.bytes for t in m.terms if t.name.startswith("quantized W")) for m in (moments[0], moments[-3]))
+    held = [sum(t.bytes for t in m.terms if t.name.startswith("quantized W")) for m in moments]
+    forward, end = held[0], held[-3]
     assert end == size * linear
     assert forward == fp8 * linear  # beside what the block keeps for Dgrad
 

@@ -1,4 +1,4 @@
-"""FP8 with one scale for the tensor, to nearest even: as values under a given scale, or as codes from the tensor itself.
+"""FP8 with one scale for the tensor, to nearest even: values under a given scale, or codes from the tensor itself.
 
 The twin is torch's cast. The rounding is that of the block kernels, which needs no FP8 conversion of the chip and
 interprets on the CPU; NVIDIA's from sm_89 on convert codes themselves, to the same. Codes take two reads of the tensor:
