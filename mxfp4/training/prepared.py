@@ -1,10 +1,11 @@
 """Operands as a layer multiplies and keeps them: values, or packed codes and scales.
 
 A chip with FP4 units multiplies packed MX operands as they are; one with FP8 units multiplies FP8 with a scale a
-tensor, through the library. `path.py` says which has what, and the GEMMs of a recipe may differ in it. Everywhere else a
-GEMM reads values (`gemms.py`), and packed is how the backward's operands can wait for it: 0.53 bytes an element (FP8: 1)
-in place of 2, unpacked when they are needed, the same values. What has no packed form (high precision, NVFP4, rotations
-along both axes, the prescale) is held as values on every chip, and so is the partner of such an operand in its GEMM.
+tensor, through the library. `path.py` says which has what, and the GEMMs of a recipe may differ in it. Everywhere
+else a GEMM reads values (`gemms.py`), and packed is how the backward's operands can wait for it: 0.53 bytes an
+element (FP8: 1) in place of 2, unpacked when they are needed, the same values. What has no packed form (high
+precision, NVFP4, rotations along both axes, the prescale) is held as values on every chip, and so is the partner of
+such an operand in its GEMM.
 """
 
 from __future__ import annotations

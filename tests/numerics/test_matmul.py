@@ -161,8 +161,8 @@ def test_public_path():
 @pytest.mark.parametrize(
     "arch, expected",
     [("gfx950:sramecc+:xnack-", ("native", "native")), ("gfx942", ("emulated", "emulated")),
-     ((8, 0), ("emulated", "emulated")), ((8, 9), ("emulated", "native")), ((9, 0), ("emulated", "native")), ((10, 0), ("native", "native")),
-     ((10, 3), ("native", "native")), ((12, 0), ("emulated", "native"))],
+     ((8, 0), ("emulated", "emulated")), ((8, 9), ("emulated", "native")), ((9, 0), ("emulated", "native")),
+     ((10, 0), ("native", "native")), ((10, 3), ("native", "native")), ((12, 0), ("emulated", "native"))],
 )  # fmt: skip
 def test_what_a_chip_multiplies_itself(arch, expected, monkeypatch):
     """gfx942 has FP8 units, of other encodings."""
