@@ -27,7 +27,7 @@ from mxfp4.errors import UserError
 from mxfp4.experiments.parameters import Parameter, bind, read_parameters
 from mxfp4.experiments.scales import get_scale
 from mxfp4.experiments.tidy import tidy
-from mxfp4.training.paths import bench_dir, project_dir, runs_dir
+from mxfp4.training.paths import bench_dir, pilot_dir, project_dir, runs_dir
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _KERNEL = "mxfp4"
@@ -175,10 +175,11 @@ def package_fingerprint() -> str:
 
 
 def records_fingerprint() -> str:
-    """SHA-256 over the records of every scale, and benchmarks: a chapter may set one scale's beside another's."""
-    root, benchmarks = runs_dir() / "records", bench_dir()
-    records = _hash_files(root, sorted(root.glob("*/*/record.json")))
-    return records + _hash_files(benchmarks, sorted(benchmarks.glob("*.json")))
+    """SHA-256 over the records of every scale, benchmarks and pilots: a chapter may set one scale's beside another's."""
+    root = runs_dir() / "records"
+    hashes = [_hash_files(root, sorted(root.glob("*/*/record.json")))]
+    hashes += [_hash_files(folder, sorted(folder.glob("*.json"))) for folder in (bench_dir(), pilot_dir())]
+    return "".join(hashes)
 
 
 def _hash_files(root: Path, files: list[Path]) -> str:

@@ -39,6 +39,12 @@ def bench_dir() -> Path:
     return own if own.is_dir() else project_dir() / "runs" / "bench"
 
 
+def pilot_dir() -> Path:
+    """Where the pilots are read from that chose a scale's settings: as `bench_dir`."""
+    own = runs_dir() / "pilot"
+    return own if own.is_dir() else project_dir() / "runs" / "pilot"
+
+
 def corpus_dir() -> Path:
     """Packed corpora, one folder each."""
     return runs_dir() / "corpus"
