@@ -8,23 +8,27 @@ mask (MLPerf's rule).
 
 Initial weights are normal with std 0.02, the matrices that write to the residual stream (wo, w2) divided by
 sqrt(2 n_layers) (GPT-2, Megatron). Each parameter draws from its own generator, seeded by (seed, name), on
-the CPU: the same bytes for every recipe, device and sharding.
+the CPU: the same bytes for every recipe, device and sharding, and however many are drawn at a time.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mxfp4.training.config import ModelConfig
-from mxfp4.training.parallel import fill
+from mxfp4.training.parallel import fill, here
 from mxfp4.training.recompute import recomputed
 
 INIT_STD = 0.02
+DRAWING = 8
+"""Most parameters that a process draws at a time, each whole, in FP32, in the host's memory: one takes 5 ns a number."""
 
 
 class RMSNorm(nn.Module):
@@ -190,6 +194,7 @@ class Llama(nn.Module):
         """Fill every parameter and buffer; also after `to_empty` from the meta device. Returns self."""
         if self.config.tie_embeddings:  # `to_empty` separates them
             self.output.weight = self.tok_embeddings.weight
+        matrices = []
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
                 parameter.fill_(1.0)
@@ -197,10 +202,23 @@ class Llama(nn.Module):
             residual = name.endswith(("wo.weight", "w2.weight"))
             std = INIT_STD / math.sqrt(2 * self.config.n_layers) if residual else INIT_STD
             digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-            fill(parameter, torch.empty(parameter.shape).normal_(std=std, generator=generator))
+            matrices.append((parameter, std, int.from_bytes(digest, "little") >> 1))
+        matrices.sort(key=lambda matrix: -matrix[0].numel())  # the largest first: no thread has it left at the end
+        with ThreadPoolExecutor(_threads()) as pool:
+            list(pool.map(_draw, *zip(*matrices, strict=True)))
         self.rope = self._rope(self.rope.device)
         return self
+
+
+def _threads() -> int:
+    """This rank's share of the cores, at most DRAWING. Not torch's number of threads, which torchrun sets to 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(max(cores // here().size, 1), DRAWING)
+
+
+def _draw(parameter: Tensor, std: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    fill(parameter, torch.empty(parameter.shape, device="cpu").normal_(std=std, generator=generator))
 
 
 def build_model(config: ModelConfig, seed: int, device: torch.device | str = "cpu") -> Llama:

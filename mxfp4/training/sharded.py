@@ -1,6 +1,6 @@
 """One checkpoint of a run over several ranks: a folder of PyTorch's distributed checkpoint (DCP), whole or not there.
 
-    step-00000123/__0_0.distcp, ...   tensors, each rank's shards in a file of its own
+    step-00000123/__0_0.distcp, ...   tensors, each rank's shards in FILES files of its own
                   .metadata           DCP's index
                   run.json            everything else: plain data
                   SHA256SUMS          all of these, in sha256sum's format: written last, renamed into place
@@ -19,14 +19,19 @@ import hashlib
 import json
 import shutil
 import warnings
-from concurrent.futures import Future
+from collections import defaultdict
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager
+from torch.distributed.tensor import DTensor
 
 from mxfp4.errors import UserError
 from mxfp4.training.checkpoint import SUMS
@@ -34,6 +39,8 @@ from mxfp4.training.durable import sync_folder, write_atomic
 from mxfp4.training.parallel import Ranks
 
 REST = "run.json"
+FILES = 4
+"""Files that a rank writes, and threads that write, sum or read them: SHA-256 takes longer than a fast disk."""
 
 
 def problem(path: Path, ranks: Ranks) -> str | None:
@@ -44,7 +51,10 @@ def problem(path: Path, ranks: Ranks) -> str | None:
         sums = {}
     if not all(ranks.gather({".metadata", REST} <= sums.keys())):  # a rank may not see yet what another one does
         return "was not finished"
-    bad = [name for name in sorted(sums)[ranks.rank :: ranks.size] if _sum(path / name) != sums[name]]
+    mine = sorted(sums)[ranks.rank :: ranks.size]
+    with ThreadPoolExecutor(FILES) as pool:
+        found = list(pool.map(_sum, [path / name for name in mine]))
+    bad = [name for name, value in zip(mine, found, strict=True) if value != sums[name]]
     bad = sorted(name for names in ranks.gather(bad) for name in names)
     return f"is damaged ({bad[0]})" if bad else None
 
@@ -59,7 +69,9 @@ def read(path: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: as it should be
-            dcp.load(tensors, checkpoint_id=path, process_group=ranks.control, no_dist=ranks.control is None)
+            dcp.load(
+                tensors, storage_reader=_Reader(path), process_group=ranks.control, no_dist=ranks.control is None
+            )  # fmt: skip
     except (Exception, CheckpointException) as error:  # its bytes are right: another PyTorch, or another model
         raise UserError(
             f"checkpoint {path} is whole, and cannot be read ({_reason(error)}): move it away to go on from the one "
@@ -69,7 +81,32 @@ def read(path: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
 
 def copier(device: torch.device) -> AsyncStager:
     """What copies a run's tensors before they are written; on a GPU into pinned memory, made at the first copy."""
-    return BlockingAsyncStager(cache_staged_state_dict=device.type == "cuda")
+    return _Copier(cache_staged_state_dict=device.type == "cuda")
+
+
+class _Copier(BlockingAsyncStager):
+    """PyTorch's, whose pinned memory for a DTensor costs a copy through pageable memory of the same size, twice."""
+
+    def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        kept = self.cache_staged_state_dict
+        copies = self.state_dict_cache or {name: _host(t, pinned=kept) for name, t in state_dict.items()}
+        for name, tensor in state_dict.items():
+            _local(copies[name]).copy_(_local(tensor), non_blocking=kept)
+        if kept:
+            self.state_dict_cache = copies
+            torch.cuda.synchronize()
+        return copies
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _host(tensor: Tensor, pinned: bool) -> Tensor:
+    """Room on the host for this rank's part of `tensor`, which stays the same part of the same whole."""
+    part = _local(tensor)
+    room = torch.empty_like(part, device="cpu", pin_memory=pinned and part.numel() > 0)
+    return DTensor(room, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else room
 
 
 def write(path: Path, tensors: dict[str, Tensor], plain: dict, ranks: Ranks, copier: AsyncStager) -> Future:
@@ -101,7 +138,7 @@ class _Writer(dcp.FileSystemWriter):
     """DCP's writer of files, which also keeps their sums; the last thing it writes is SUMS."""
 
     def __init__(self, path: Path, plain: dict):
-        super().__init__(path)
+        super().__init__(path, thread_count=FILES)
         self.folder, self.plain = Path(path), plain
 
     def prepare_local_plan(self, plan):
@@ -113,25 +150,77 @@ class _Writer(dcp.FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan, planner):
-        written = super().write_data(plan, planner)
-        names = sorted({result.storage_data.relative_path for result in written.value()})
-        if names:
-            write_atomic(self.folder / f"{names[0]}.sums", _lines(self.folder, names).encode())
+        files = self.fs = _Summed()
+        try:
+            written = super().write_data(plan, planner)
+        except Exception as error:
+            raise (files.errors or [error])[0] from None
+        finally:
+            self.fs = FileSystem()
+        if files.errors:
+            raise files.errors[0]
+        write_atomic(self.folder / f"{plan.storage_data.prefix}.sums", _lines(files.sums).encode())
         return written
 
     def finish(self, metadata, results):
         super().finish(metadata, results)
         write_atomic(self.folder / REST, json.dumps(self.plain).encode())
         parts = sorted(self.folder.glob("*.sums"))
-        lines = "".join(p.read_text() for p in parts) + _lines(self.folder, [".metadata", REST])
+        last = {name: _sum(self.folder / name) for name in (".metadata", REST)}
+        lines = "".join(p.read_text() for p in parts) + _lines(last)
         for part in parts:
             part.unlink()
         write_atomic(self.folder / SUMS, lines.encode())
         sync_folder(self.folder.parent)
 
 
-def _lines(folder: Path, names: list[str]) -> str:
-    return "".join(f"{_sum(folder / name)}  {name}\n" for name in names)
+class _Summed(FileSystem):
+    """Files whose SHA-256 is taken as they are written. DCP's threads forget what goes wrong in them: it is kept."""
+
+    def __init__(self):
+        self.sums: dict[str, str] = {}
+        self.errors: list[Exception] = []
+
+    @contextmanager
+    def create_stream(self, path, mode):
+        try:
+            with super().create_stream(path, mode) as file:
+                stream = _Stream(file)
+                yield stream
+            self.sums[Path(path).name] = stream.sum.hexdigest()
+        except Exception as error:
+            self.errors.append(error)
+
+
+class _Stream:
+    """A file open for writing, from the first byte to the last, and the sum of what went into it."""
+
+    def __init__(self, file):
+        self.file, self.sum = file, hashlib.sha256()
+
+    def write(self, data) -> int:
+        self.sum.update(data)
+        return self.file.write(data)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+class _Reader(dcp.FileSystemReader):
+    """DCP's reader, several files at a time."""
+
+    def read_data(self, plan, planner):
+        files = defaultdict(list)
+        for item in plan.items:
+            files[self.storage_data[item.storage_index].relative_path].append(item)
+        read = super().read_data
+        with ThreadPoolExecutor(FILES) as pool:
+            list(pool.map(lambda items: read(replace(plan, items=items), planner), files.values()))
+        return read(replace(plan, items=[]), planner)
+
+
+def _lines(sums: dict[str, str]) -> str:
+    return "".join(f"{value}  {name}\n" for name, value in sorted(sums.items()))
 
 
 def _sum(path: Path) -> str | None:

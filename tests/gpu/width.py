@@ -4,20 +4,25 @@
     python tests/gpu/width.py --ranks 1 --then 1        on one
     python tests/gpu/width.py --ranks 2 --then 1 --tiny on the CPU
 
-For each recipe a run on `--ranks` GPUs is killed (kill -9 of every rank) at step `--kill`, and a second one on `--then`
-GPUs goes on from its newest checkpoint to the end. Each prints tokens/s, over the steps after the first WARM_UP and
-with whatever saving costs, and the peak of allocated memory of each rank beside the dry run's estimate. The text is synthetic: nothing to prepare.
+For each recipe a run on `--ranks` GPUs saves a checkpoint after step `--save`, beside its training, and is killed (kill
+-9 of every rank) at the first step from `--kill` on at which that is whole; a second run, on `--then` GPUs, goes on from
+it to the end. Each prints tokens/s, over the steps after the first WARM_UP and with what saving costs; the peak of
+allocated memory of each rank beside the dry run's estimate; and where the time of rank 0 went. The text is synthetic:
+nothing to prepare. Ranks are forked from a server that has torch loaded, as those of `mxfp4 train` are.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import wait
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,21 +31,26 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from mxfp4.experiments.scales import MI355X  # noqa: E402
-from mxfp4.training import checkpoint, parallel  # noqa: E402
+from mxfp4.training import checkpoint, loop, parallel, sharded  # noqa: E402
 from mxfp4.training.config import TrainConfig  # noqa: E402
 from mxfp4.training.loop import FETCH_EVERY, train  # noqa: E402
 from mxfp4.training.memory import estimate  # noqa: E402
+from mxfp4.training.resume import Checkpoints  # noqa: E402
+from mxfp4.training.synthetic import SyntheticCorpus  # noqa: E402
 
 WARM_UP = 20  # steps; a multiple of FETCH_EVERY, so that the device is waited for at both ends of what is timed
+PATIENCE = 10  # seconds that the other ranks have to end in once one has failed
+PRELOAD = ["mxfp4.experiments.scales", "mxfp4.training.loop", "mxfp4.training.sharded", "torch.distributed.fsdp"]
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1, help="GPUs before the kill")
     parser.add_argument("--then", type=int, default=1, help="GPUs after it")
     parser.add_argument("--recipes", nargs="+", default=["bf16", "fp8", "mxfp4+h16"])
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--kill", type=int, default=80, help="a multiple of 20")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--save", type=int, default=100, help="step after which the first run begins a checkpoint")
+    parser.add_argument("--kill", type=int, default=150, help="first step at which it may die")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=4, help="sequences a step, in two parts")
@@ -48,8 +58,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")
     parser.add_argument("--folder", type=Path, help="where checkpoints go (default: a temporary folder)")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def config(args: argparse.Namespace, recipe: str) -> TrainConfig:
@@ -64,72 +73,160 @@ def config(args: argparse.Namespace, recipe: str) -> TrainConfig:
     )  # fmt: skip
 
 
-def work(args: argparse.Namespace) -> None:
-    """One rank of one run: `--worker killed` ends at step `--kill`, `--worker whole` at the last one."""
-    (recipe,) = args.recipes
+class Clock:
+    """Where the time of a process goes: seconds by name, in order, from `started` on."""
+
+    def __init__(self, started: float):
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.last = started
+
+    def lap(self, name: str) -> None:
+        """What has passed since the lap before belongs to `name`."""
+        now = time.monotonic()
+        self.seconds[name] += now - self.last
+        self.last = now
+
+    def around(self, owner, attribute: str, name: str) -> None:
+        """From here on a call of `owner.attribute` is a lap, and so is what came before it."""
+        honest = getattr(owner, attribute)
+
+        def timed(*args, **kwargs):
+            self.lap("other")
+            result = honest(*args, **kwargs)
+            self.lap(name)
+            return result
+
+        setattr(owner, attribute, timed)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+
+
+def time_writing(seconds: dict[str, float]) -> None:
+    """From here on a checkpoint leaves in `seconds` how long a step waited for its copy, and when it was written."""
+    honest = sharded.write
+
+    def write(*args):
+        begun = time.monotonic()
+        future = honest(*args)
+        seconds["a step waited"] = time.monotonic() - begun
+        future.add_done_callback(lambda _: seconds.update({"written after": time.monotonic() - begun}))
+        return future
+
+    sharded.write = write
+
+
+def work(args: argparse.Namespace, recipe: str, killed: bool, rank: int, size: int, meeting: Path, started: float) -> None:
+    """One rank of one run. killed: it dies when its checkpoint is whole, and leaves `meeting`/killed; else it ends."""
     gpu = not args.tiny
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    arm, ticks = config(args, recipe), {}
+    device = torch.device("cuda", rank) if gpu else torch.device("cpu")
+    torch.set_num_threads(4 if gpu else 1)
+    arm, folder = config(args, recipe), args.folder / recipe
+    corpus = SyntheticCorpus(arm.model.vocab_size)
+    ticks: dict[int, float] = {}
+    clock, writing, at = Clock(started), {}, 0
+    clock.lap("start")
+    clock.around(loop, "_model", "model")
+    clock.around(Checkpoints, "load", "load")
+    time_writing(writing)
+    Checkpoints.due = lambda _: killed and at == args.save  # not by the clock: how fast the GPU is decides nothing
 
     def report(ranks: parallel.Ranks) -> None:
-        first, last = min(ticks), max(ticks)
-        rate = (last - first) * arm.tokens_per_step / (ticks[last] - ticks[first])
         peaks = ranks.gather(torch.cuda.max_memory_allocated(device) if gpu else 0)
-        if ranks.rank == 0:
-            how = {"compiled": args.compile, "recompute_every": args.recompute}
-            expected = estimate(arm, ranks=ranks.size, device=device.type, **how).peak
-            memory = " ".join(f"{peak / 2**30:.2f}" for peak in peaks)
-            print(
-                f"{recipe:<12} {ranks.size} ranks  steps {first:>4}-{last:<4} {rate:>9.0f} tokens/s  peak {memory} GiB, "
-                f"estimated {expected / 2**30:.2f}",
-                flush=True,
-            )
+        if ranks.rank:
+            return
+        first, last = min(ticks, default=at), max(ticks, default=at)
+        rate = f"{(last - first) * arm.tokens_per_step / (ticks[last] - ticks[first]):.0f}" if last > first else "?"
+        how = {"compiled": args.compile, "recompute_every": args.recompute}
+        expected = estimate(arm, ranks=ranks.size, device=device.type, **how).peak
+        memory = " ".join(f"{peak / 2**30:.2f}" for peak in peaks)
+        saved = "".join(f", {name} {seconds:.1f}" for name, seconds in writing.items())
+        print(
+            f"{recipe:<12} {ranks.size} ranks  steps {first:>4}-{last:<4} {rate:>8} tokens/s  peak {memory} GiB, "
+            f"estimated {expected / 2**30:.2f}\n{'':<12} seconds: {clock}{saved and '; checkpoint:' + saved[1:]}",
+            flush=True,
+        )
 
-    with parallel.joined(device) as ranks:
-        begun = checkpoint.latest_step(args.folder / recipe) or 0
-
-        def on_step(step: int) -> None:
-            if step >= begun + WARM_UP and step % FETCH_EVERY[device.type] == 0:
-                ticks[step] = time.perf_counter()
-            if args.worker == "killed" and step == args.kill:
-                report(ranks)
-                ranks.agree(None)
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        result = train(
-            arm, device=device, checkpoint_dir=args.folder / recipe, checkpoint_seconds=15.0 if gpu else 0.2,
-            on_step=on_step, progress=False, compile=args.compile, recompute_every=args.recompute,
-        )  # fmt: skip
+    def on_step(step: int) -> None:
+        nonlocal at
+        at = step
+        if step == begun + 1:
+            clock.lap("first step")
+        if step == begun + WARM_UP:
+            clock.lap("warm-up")
+        if step >= begun + WARM_UP and step % FETCH_EVERY[device.type] == 0:
+            ticks[step] = time.perf_counter()
+        if not killed or step < args.kill:
+            return
+        saved = ranks.agree(checkpoint.latest_step(folder) if rank == 0 else None)
+        if saved is None or saved <= begun:
+            return
+        clock.lap("steps")
         report(ranks)
-        if ranks.rank == 0:
-            losses = [row["train_loss"] for row in result.curve[1:]]
-            print(
-                f"{'':<12} from step {begun} to {result.outcome['step']}, {result.outcome['status']}: training loss "
-                f"{losses[0]:.3f} -> {losses[-1]:.3f}, evaluation {result.outcome['final_loss']:.3f}",
-                flush=True,
-            )
+        if rank == 0:
+            print(f"{'':<12} killed at step {step}, where the checkpoint of step {saved} is whole", flush=True)
+            (meeting / "killed").touch()
+        ranks.agree(None)
+        time.sleep(0.2)  # rank 0's word must have reached the others before it is gone
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with ThreadPoolExecutor(1) as beside:
+        tables = beside.submit(corpus.batch, 0, arm.batch_size, arm.seq_len, arm.seed)  # while the ranks meet
+        with parallel.joined(device, (f"file://{meeting}/ranks", rank, size)) as ranks:
+            tables.result()
+            clock.lap("meeting")
+            begun = ranks.agree(checkpoint.latest_step(folder) or 0)
+            result = train(
+                arm, corpus=corpus, device=device, checkpoint_dir=folder, on_step=on_step, progress=False,
+                compile=args.compile, recompute_every=args.recompute,
+            )  # fmt: skip
+            clock.lap("steps")
+            report(ranks)
+            if rank == 0:
+                losses = [row["train_loss"] for row in result.curve[1:]]
+                print(
+                    f"{'':<12} from step {begun} to {result.outcome['step']}, {result.outcome['status']}: training loss "
+                    f"{losses[0]:.3f} -> {losses[-1]:.3f}, evaluation {result.outcome['final_loss']:.3f}",
+                    flush=True,
+                )
+
+
+def launch(args: argparse.Namespace, recipe: str, killed: bool, size: int) -> bool:
+    """Whether the ranks of one run ended as they should. They live and die together."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with tempfile.TemporaryDirectory(prefix="width-") as folder:
+        meeting, started = Path(folder), time.monotonic()
+        ranks = [
+            context.Process(target=work, args=(args, recipe, killed, rank, size, meeting, started), daemon=True)
+            for rank in range(size)
+        ]
+        for rank in ranks:
+            rank.start()
+        while any(rank.is_alive() for rank in ranks):
+            wait([rank.sentinel for rank in ranks if rank.is_alive()])
+            if any(rank.exitcode for rank in ranks):
+                for rank in ranks:
+                    rank.join(PATIENCE)
+                    rank.kill()
+        if not killed:
+            return all(rank.exitcode == 0 for rank in ranks)
+        if all(rank.exitcode == 0 for rank in ranks):
+            print(f"{recipe}: no checkpoint was whole before the last step, {args.steps}", file=sys.stderr)
+        return (meeting / "killed").exists() and all(rank.exitcode == -signal.SIGKILL for rank in ranks)
 
 
 def drive(args: argparse.Namespace) -> int:
     """Run after run; exit code 1 when one did not end as it should."""
-    if args.kill % WARM_UP:
-        raise SystemExit(f"--kill {args.kill} must be a multiple of {WARM_UP}")
-    folder = args.folder or Path(tempfile.mkdtemp(prefix="width-"))
+    if not WARM_UP < args.save < args.kill < args.steps:
+        raise SystemExit(f"{WARM_UP} < --save {args.save} < --kill {args.kill} < --steps {args.steps} must hold")
+    args.folder = args.folder or Path(tempfile.mkdtemp(prefix="width-"))
     for recipe in args.recipes:
-        for role, ranks in (("killed", args.ranks), ("whole", args.then)):
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-            command += [__file__, *sys.argv[1:], "--recipes", recipe, "--folder", str(folder), "--worker", role]
-            done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-            if (done.returncode == 0) != (role == "whole"):
-                print(done.stderr[-4000:], file=sys.stderr)
-                return 1
-            if role == "killed" and not checkpoint.latest_step(folder / recipe):
-                print(f"{recipe}: no checkpoint was whole at the kill", file=sys.stderr)
-                return 1
-        checkpoint.remove(folder / recipe)
+        if not launch(args, recipe, True, args.ranks) or not launch(args, recipe, False, args.then):
+            return 1
+        checkpoint.remove(args.folder / recipe)
     return 0
 
 
 if __name__ == "__main__":
-    arguments = parse()
-    sys.exit(work(arguments) if arguments.worker else drive(arguments))
+    sys.exit(drive(parse()))

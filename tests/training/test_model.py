@@ -1,6 +1,8 @@
 """The Llama: sizes, initial weights, causality, its parts against independent formulas, the mixture of
 experts."""
 
+import hashlib
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,6 +11,7 @@ from fakes import TINY
 from torch.nn import functional as F
 
 from mxfp4 import MXFP4Linear, convert
+from mxfp4.training import model as model_module
 from mxfp4.training.model import Llama, apply_rope, build_model, rope_tables
 
 MOE = replace(TINY, n_experts=4)
@@ -39,6 +42,19 @@ def test_initial_weights_depend_on_the_seed_alone():
     for (name, a), (other, b) in zip(plain.state_dict().items(), quantized.state_dict().items(), strict=True):
         assert name == other and torch.equal(a, b)
     assert not torch.equal(plain.output.weight, build_model(TINY, 8).output.weight)
+
+
+def test_initial_weights_are_those_of_one_generator_each_however_many_are_drawn_at_a_time(monkeypatch):
+    config = replace(TINY, n_layers=3)
+    for threads in (1, model_module.DRAWING):
+        monkeypatch.setattr(model_module, "_threads", lambda threads=threads: threads)
+        for name, weight in build_model(config, 7).named_parameters():
+            if weight.ndim == 1:
+                continue
+            seed = int.from_bytes(hashlib.blake2b(f"7:{name}".encode(), digest_size=8).digest(), "little") >> 1
+            std = 0.02 / math.sqrt(6) if name.endswith(("wo.weight", "w2.weight")) else 0.02
+            drawn = torch.empty(weight.shape).normal_(std=std, generator=torch.Generator().manual_seed(seed))
+            assert torch.equal(weight, drawn), (threads, name)
 
 
 def test_initial_weights_have_the_stated_spread():

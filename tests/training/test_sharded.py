@@ -7,13 +7,16 @@ import json
 import os
 import shutil
 import signal
+import threading
 import time
 import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from fakes import FakeCorpus, tiny_config
 from ranked import keep, launch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mxfp4.errors import UserError
 from mxfp4.training import checkpoint, sharded
@@ -35,15 +38,15 @@ def run(folder, *, until=None, rank=0, **options):
 
 def killed_while_writing(ranks, folder):
     """kill -9 of both ranks between their shards of step 5 and the sums."""
-    honest = sharded._lines
+    honest = sharded.write_atomic
 
-    def lines(path, names):
-        if path.name == "step-00000005":
+    def write_atomic(path, data):
+        if path.parent.name == "step-00000005":
             time.sleep(0.5 * (1 - ranks.rank))  # rank 1 first: its shards are there, and rank 0 has seen nothing
             os.kill(os.getpid(), signal.SIGKILL)
-        return honest(path, names)
+        honest(path, data)
 
-    sharded._lines = lines
+    sharded.write_atomic = write_atomic
     run(folder / "killed", checkpoint_seconds=0)
 
 
@@ -56,7 +59,7 @@ def bad_days(ranks, folder):
         assert [p.name for p in checkpoint.entries(folder / "straight")] == ["step-00000007", "step-00000006"]
         shutil.copytree(folder / "straight", folder / "to one")
         shutil.copytree(folder / "straight", folder / "damaged")
-        victim = next((folder / "damaged" / "step-00000007").glob("__1_*.distcp"))
+        victim = folder / "damaged" / "step-00000007" / "__1_0.distcp"
         data = bytearray(victim.read_bytes())
         data[len(data) // 2] ^= 1
         victim.write_bytes(data)
@@ -145,6 +148,33 @@ def test_sums_are_those_that_sha256sum_reads(folder):
     sums = dict(line.split("  ")[::-1] for line in (path / "SHA256SUMS").read_text().splitlines())
     assert set(sums) == {p.name for p in path.iterdir()} - {"SHA256SUMS"}
     assert all(hashlib.sha256((path / n).read_bytes()).hexdigest() == s for n, s in sums.items())
+
+
+def test_each_rank_writes_several_files_and_each_is_summed(folder):
+    path = checkpoint.entries(folder / "to one")[0]
+    names = [f"__{rank}_{i}.distcp" for rank in range(2) for i in range(sharded.FILES)]
+    assert sorted(p.name for p in path.glob("*.distcp")) == names
+    assert set(names) <= {line.split("  ")[1] for line in (path / "SHA256SUMS").read_text().splitlines()}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_error_in_any_of_the_threads_that_write_is_not_lost(tmp_path, monkeypatch):
+    """DCP's own threads end without a word, and the checkpoint would count as whole."""
+    honest = os.fsync
+
+    def fsync(handle):
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        time.sleep(0.1)  # the other threads have their files by now
+        honest(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    tensors = {str(i): torch.full((100,), float(i)) for i in range(2 * sharded.FILES)}
+    path = tmp_path / "step-00000001"
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(tensors, storage_writer=sharded._Writer(path, {}), no_dist=True)
+    assert sharded._reason(caught.value) == "the disk is full"
+    assert not (path / "SHA256SUMS").exists()
 
 
 @pytest.mark.parametrize("left", [0, 1, -1])
