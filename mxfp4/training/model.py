@@ -28,7 +28,7 @@ from mxfp4.training.recompute import recomputed
 
 INIT_STD = 0.02
 DRAWING = 8
-"""Most parameters that a process draws at a time, each whole, in FP32, in the host's memory: one takes 5 ns a number."""
+"""Most parameters that a process draws at a time, each whole, in FP32, in the host's memory: 5 ns a number."""
 
 
 class RMSNorm(nn.Module):

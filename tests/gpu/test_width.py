@@ -19,7 +19,8 @@ def done(tmp_path_factory):
     (folder / "bf16" / f"step-{SAVE:08d}").touch()
     command = [sys.executable, "-W", "ignore", SCRIPT, "--tiny", "--ranks", "2", "--then", "1", "--seq", "32"]
     command += ["--save", SAVE, "--kill", KILL, "--steps", STEPS, "--recipes", "mxfp4+h16", "bf16", "--folder", folder]
-    return subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=120, check=False)
+    words = [str(word) for word in command]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_a_run_is_killed_where_its_checkpoint_is_whole_and_goes_on_from_it(done):

@@ -4,8 +4,8 @@
     python tests/gpu/width.py --ranks 1 --then 1        on one
     python tests/gpu/width.py --ranks 2 --then 1 --tiny on the CPU
 
-For each recipe a run on `--ranks` GPUs saves a checkpoint after step `--save`, beside its training, and is killed (kill
--9 of every rank) at the first step from `--kill` on at which that is whole; a second run, on `--then` GPUs, goes on from
+For each recipe a run on `--ranks` GPUs saves a checkpoint after step `--save`, beside its training, and is killed
+(kill -9 of every rank) at the first step from `--kill` on at which that is whole; a second run, on `--then` GPUs, goes on from
 it to the end. Each prints tokens/s, over the steps after the first WARM_UP and with what saving costs; the peak of
 allocated memory of each rank beside the dry run's estimate; and where the time of rank 0 went. The text is synthetic:
 nothing to prepare. Ranks are forked from a server that has torch loaded, as those of `mxfp4 train` are.
@@ -116,7 +116,9 @@ def time_writing(seconds: dict[str, float]) -> None:
     sharded.write = write
 
 
-def work(args: argparse.Namespace, recipe: str, killed: bool, rank: int, size: int, meeting: Path, started: float) -> None:
+def work(
+    args: argparse.Namespace, recipe: str, killed: bool, rank: int, size: int, meeting: Path, started: float
+) -> None:
     """One rank of one run. killed: it dies when its checkpoint is whole, and leaves `meeting`/killed; else it ends."""
     gpu = not args.tiny
     device = torch.device("cuda", rank) if gpu else torch.device("cpu")
@@ -198,8 +200,8 @@ def launch(args: argparse.Namespace, recipe: str, killed: bool, size: int) -> bo
     with tempfile.TemporaryDirectory(prefix="width-") as folder:
         meeting, started = Path(folder), time.monotonic()
         ranks = [
-            context.Process(target=work, args=(args, recipe, killed, rank, size, meeting, started), daemon=True)
-            for rank in range(size)
+            context.Process(target=work, args=(args, recipe, killed, r, size, meeting, started), daemon=True)
+            for r in range(size)
         ]
         for rank in ranks:
             rank.start()
