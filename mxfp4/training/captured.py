@@ -11,7 +11,9 @@ Source: PyTorch, "CUDA semantics: whole-network capture".
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -45,7 +47,7 @@ class CapturedStep:
         if self.graph is None:
             self.batch = batch.clone()
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=self.stream):
+            with _nothing_collected(), torch.cuda.graph(self.graph, stream=self.stream):
                 self.result = self.step(self.batch)
         self.batch.copy_(batch)
         self.graph.replay()
@@ -60,3 +62,16 @@ class CapturedStep:
             result = self.step(batch)
         main.wait_stream(self.stream)
         return result
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """A capture fails when Python's collector frees an earlier run's graph or memory in the middle of it."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

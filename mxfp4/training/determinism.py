@@ -18,14 +18,17 @@ import torch
 
 @contextmanager
 def fixed_order() -> Iterator[None]:
-    """Inside, operations take their deterministic kernels; one that has none warns, by name, and runs as it is."""
+    """Inside, operations take their deterministic kernels; one that has none raises RuntimeError with its name.
+
+    No mere warning: told to warn, PyTorch's attention keeps its other kernels.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.utils.deterministic.fill_uninitialized_memory,
     )
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # a check for programs that read what nobody wrote
     try:
         yield

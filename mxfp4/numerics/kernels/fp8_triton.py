@@ -119,14 +119,18 @@ def codes(x: Tensor, elem: str, along: bool, turned: bool) -> tuple[Tensor | Non
         down, across, factor = codes(x.t(), elem, turned, along)
         return across, down, factor
     rows, columns = x.shape
-    out = x.new_empty((rows, columns), dtype=torch.uint8) if along else None
-    out_turned = x.new_empty((columns, rows), dtype=torch.uint8) if turned else None
+    # Triton 3.6 misplaces codes in the transpose of an FP32 tile on sm_90; a BF16 tile's, what layers have, are right.
+    fused = turned and x.dtype == torch.bfloat16
+    out = x.new_empty((rows, columns), dtype=torch.uint8) if along or not fused else None
+    out_turned = x.new_empty((columns, rows), dtype=torch.uint8) if fused else None
     amax, factor = x.new_zeros((), dtype=torch.int32), x.new_empty((), dtype=torch.float32)
     grid, shared, arguments, options = launch(x, out, out_turned, amax, factor, elem, converts(x.device))
     with torch.cuda.device_of(x):
         _amax_kernel[grid](x, amax, **shared, SIDE=SIDE, num_warps=options["num_warps"])
         _codes_kernel[grid](**arguments, **shared, **options)
-    return out, out_turned, factor
+    if turned and not fused:
+        out_turned = out.t().contiguous()
+    return out if along else None, out_turned, factor
 
 
 def launch(
