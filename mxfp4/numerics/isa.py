@@ -184,6 +184,7 @@ def orientation(
 
 def _quantize(row: Orientation | None, col: Orientation | None) -> Callable:
     def build(target: Arch):
+        from mxfp4.numerics.kernels import block_kernel
         from mxfp4.numerics.kernels import quantize_triton as k
 
         x = torch.empty((1, ROWS, INNER), dtype=torch.bfloat16, device="meta")
@@ -193,7 +194,7 @@ def _quantize(row: Orientation | None, col: Orientation | None) -> Callable:
         _, arguments, options = k.launch(x, row, col, seed, row_out, col_out, target.level, target.warp)
         moved = sum(t.numel() * t.element_size() for t in (x, *row_out, *col_out) if t is not None)
         flops = sum(flops_an_element(how) for how in (row, col) if how is not None) * x.numel()
-        return k._quantize_kernel, arguments, options, flops, moved, f"{ROWS}x{INNER} bf16"
+        return block_kernel.quantize_kernel, arguments, options, flops, moved, f"{ROWS}x{INNER} bf16"
 
     return build
 

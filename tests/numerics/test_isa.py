@@ -104,6 +104,7 @@ def test_sizes_and_strides_of_one_compile_with_64_bit_offsets(rows, columns):
     """Triton passes an argument of 1 as a Python integer, which a kernel must not take for a number of its own."""
     import torch
 
+    from mxfp4.numerics.kernels import block_kernel
     from mxfp4.numerics.kernels import quantize_triton as k
 
     x = torch.empty((1, rows, columns), dtype=torch.bfloat16, device="meta")
@@ -111,7 +112,7 @@ def test_sizes_and_strides_of_one_compile_with_64_bit_offsets(rows, columns):
     outputs = k.outputs(x, (1, rows, columns), how), k.outputs(x, (1, columns, rows), how)
     _, arguments, options = k.launch(x, how, how, None, *outputs, 90, 32)
     assert options["WIDE"]
-    assert isa.compile_for(isa.ARCHS["sm_90"], k._quantize_kernel, arguments, options).asm["cubin"]
+    assert isa.compile_for(isa.ARCHS["sm_90"], block_kernel.quantize_kernel, arguments, options).asm["cubin"]
 
 
 def test_a_single_row_unpacks():
