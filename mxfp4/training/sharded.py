@@ -81,11 +81,15 @@ def read(path: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
 
 def copier(device: torch.device) -> AsyncStager:
     """What copies a run's tensors before they are written; on a GPU into pinned memory, made at the first copy."""
-    return _Copier(cache_staged_state_dict=device.type == "cuda")
+    return _Copier(device)
 
 
 class _Copier(BlockingAsyncStager):
     """PyTorch's, whose pinned memory for a DTensor costs a copy through pageable memory of the same size, twice."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(cache_staged_state_dict=device.type == "cuda")
+        self.device = device
 
     def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         kept = self.cache_staged_state_dict
@@ -94,7 +98,7 @@ class _Copier(BlockingAsyncStager):
             _local(copies[name]).copy_(_local(tensor), non_blocking=kept)
         if kept:
             self.state_dict_cache = copies
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.device)  # the optimizer may change the tensors once this returns
         return copies
 
 

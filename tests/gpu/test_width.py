@@ -24,7 +24,8 @@ def done(tmp_path_factory):
 
 
 def test_a_run_is_killed_where_its_checkpoint_is_whole_and_goes_on_from_it(done):
-    killed, saved = re.search(r"killed at step (\d+), where the checkpoint of step (\d+) is whole", done.stdout).groups()
+    said = re.search(r"killed at step (\d+), where the checkpoint of step (\d+) is whole", done.stdout)
+    killed, saved = said.groups()
     assert KILL <= int(killed) <= STEPS and int(saved) == SAVE
     assert f"from step {SAVE} to {STEPS}, finished" in done.stdout
 

@@ -5,10 +5,10 @@
     python tests/gpu/width.py --ranks 2 --then 1 --tiny on the CPU
 
 For each recipe a run on `--ranks` GPUs saves a checkpoint after step `--save`, beside its training, and is killed
-(kill -9 of every rank) at the first step from `--kill` on at which that is whole; a second run, on `--then` GPUs, goes on from
-it to the end. Each prints tokens/s, over the steps after the first WARM_UP and with what saving costs; the peak of
-allocated memory of each rank beside the dry run's estimate; and where the time of rank 0 went. The text is synthetic:
-nothing to prepare. Ranks are forked from a server that has torch loaded, as those of `mxfp4 train` are.
+(kill -9 of every rank) at the first step from `--kill` on at which that is whole; a second run, on `--then` GPUs, goes
+on from it to the end. Each prints tokens/s, over the steps after the first WARM_UP and with what saving costs; the peak
+of allocated memory of each rank beside the dry run's estimate; and where the time of rank 0 went. The text is
+synthetic: nothing to prepare. Ranks are forked from a server that has torch loaded, as those of `mxfp4 train` are.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from mxfp4.experiments.scales import MI355X  # noqa: E402
+from mxfp4.numerics.path import fp8_path, matmul_path  # noqa: E402
 from mxfp4.training import checkpoint, loop, parallel, sharded  # noqa: E402
 from mxfp4.training.config import TrainConfig  # noqa: E402
 from mxfp4.training.loop import FETCH_EVERY, train  # noqa: E402
@@ -140,6 +141,7 @@ def work(
         first, last = min(ticks, default=at), max(ticks, default=at)
         rate = f"{(last - first) * arm.tokens_per_step / (ticks[last] - ticks[first]):.0f}" if last > first else "?"
         how = {"compiled": args.compile, "recompute_every": args.recompute}
+        how |= {"native": matmul_path(device) == "native", "fp8": fp8_path(device) == "native"}
         expected = estimate(arm, ranks=ranks.size, device=device.type, **how).peak
         memory = " ".join(f"{peak / 2**30:.2f}" for peak in peaks)
         saved = "".join(f", {name} {seconds:.1f}" for name, seconds in writing.items())
@@ -160,7 +162,7 @@ def work(
             ticks[step] = time.perf_counter()
         if not killed or step < args.kill:
             return
-        saved = ranks.agree(checkpoint.latest_step(folder) if rank == 0 else None)
+        saved = ranks.agree(checkpoint.latest_step(folder) if rank == 0 and "written after" in writing else None)
         if saved is None or saved <= begun:
             return
         clock.lap("steps")
@@ -187,8 +189,8 @@ def work(
             if rank == 0:
                 losses = [row["train_loss"] for row in result.curve[1:]]
                 print(
-                    f"{'':<12} from step {begun} to {result.outcome['step']}, {result.outcome['status']}: training loss "
-                    f"{losses[0]:.3f} -> {losses[-1]:.3f}, evaluation {result.outcome['final_loss']:.3f}",
+                    f"{'':<12} from step {begun} to {result.outcome['step']}, {result.outcome['status']}: training "
+                    f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, evaluation {result.outcome['final_loss']:.3f}",
                     flush=True,
                 )
 

@@ -118,7 +118,10 @@ def test_the_run_goes_on_from_the_one_before_to_the_same_bytes(folder, name):
     assert all(torch.equal(ours["weights"][k], v) for k, v in straight["weights"].items())
 
 
-@pytest.mark.parametrize("name, problem", [("killed", "step-00000005 was not finished"), ("damaged", "step-00000007 is damaged (__1_0.distcp)")])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, problem",
+    [("killed", "step-00000005 was not finished"), ("damaged", "step-00000007 is damaged (__1_0.distcp)")],
+)
 def test_what_was_passed_over_is_named_once(folder, name, problem):
     first, second = json.loads((folder / f"{name}.json").read_text())
     assert len(first) == 1 and first[0].endswith(f"{problem}; using the one before it") and second == []
@@ -155,6 +158,50 @@ def test_each_rank_writes_several_files_and_each_is_summed(folder):
     names = [f"__{rank}_{i}.distcp" for rank in range(2) for i in range(sharded.FILES)]
     assert sorted(p.name for p in path.glob("*.distcp")) == names
     assert set(names) <= {line.split("  ")[1] for line in (path / "SHA256SUMS").read_text().splitlines()}
+
+
+def test_a_gpus_copy_is_complete_before_the_tensors_change_and_its_memory_is_kept(monkeypatch):
+    """Without a GPU: its pinned memory is plain, and its copies are late, done when that GPU is waited for."""
+    host, copy = sharded._host, torch.Tensor.copy_
+    pins: list[bool] = []
+    copies: list[tuple] = []
+
+    def copy_(self, other, non_blocking=False):
+        return copies.append((self, other)) if non_blocking else copy(self, other)
+
+    def synchronize(device):
+        assert device == torch.device("cuda", 1)
+        while copies:
+            copy(*copies.pop())
+
+    def unpinned(tensor, pinned):
+        pins.append(pinned)
+        return host(tensor, pinned=False)
+
+    monkeypatch.setattr(sharded, "_host", unpinned)
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    copier = sharded.copier(torch.device("cuda", 1))
+    tensors = {"a": torch.arange(6.0).view(2, 3), "step": torch.tensor(1.0)}
+    first = copier.stage(tensors)
+    for tensor in tensors.values():
+        tensor.add_(1)
+    assert first["a"].flatten().tolist() == list(range(6)) and first["step"].item() == 1
+    second = copier.stage(tensors)
+    assert second["a"].flatten().tolist() == list(range(1, 7)) and second["step"].item() == 2
+    assert pins == [True, True] and all(first[name] is second[name] for name in tensors), "pinned once"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_copy_is_pinned_and_complete():
+    copier, x = sharded.copier(torch.device("cuda")), torch.randn(2**26, device="cuda")
+    for _ in range(2):
+        x.mul_(-1)
+        wanted = x.cpu()
+        copy = copier.stage({"x": x})["x"]
+        x.zero_().sub_(wanted.cuda())
+        assert copy.is_pinned() and torch.equal(copy, wanted)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
