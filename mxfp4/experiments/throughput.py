@@ -78,8 +78,8 @@ def benched(name: str) -> tuple[pd.DataFrame, str]:
         tokens_per_second=BATCH * MODEL.max_seq_len / frame["seconds"], ratio=frame["seconds"] / known[against], against=against
     )
     machine = data["machine"]
-    fp8 = "FP8 native, " if machine.get("fp8_path", machine["path"]) == NATIVE != machine["path"] else ""
-    return frame, f"{kernel_tables.device(name)}, {fp8}FP4 {machine['path']}"
+    paths = f"FP8 {machine.get('fp8_path', machine['path'])}, FP4 {machine['path']}"
+    return frame, f"{kernel_tables.device(name)}, {paths}"
 
 
 def block_sizes(name: str) -> pd.DataFrame:
@@ -170,7 +170,7 @@ def _try(metric, study: Study, **arguments) -> Effect | None:
 def step_chart(frame: pd.DataFrame, machine: str, *, title: str) -> alt.LayerChart:
     """Seconds a step of each recipe of `benched`; the subtitle says on what, and that emulation is no speed-up."""
     emulated = not machine.endswith(NATIVE)
-    subtitle = [machine, *(["the price of emulation, not the speed of FP4"] if emulated else [])]
+    subtitle = [machine, *(["the price of emulation, not the speed of what is emulated"] if emulated else [])]
     order = list(frame["recipe"])
     x = alt.X("milliseconds:Q", title="milliseconds a step")
     base = alt.Chart(frame.assign(milliseconds=1e3 * frame["seconds"])).encode(

@@ -97,6 +97,7 @@ def test_a_benchmark_is_read_against_fp8(bench):
     assert list(frame["recipe"]) == ["bf16", "fp8", "mxfp4+h16", "mxfp4+h32"] and set(frame["against"]) == {"fp8"}
     assert frame.set_index("recipe")["ratio"]["mxfp4+h16"] == pytest.approx(1.25)
     assert throughput.step_chart(frame, machine, title="T").to_dict()["title"]["subtitle"][1].startswith("the price of")
+    assert machine.endswith("FP8 emulated, FP4 emulated")
     sizes = throughput.block_sizes("step-x")
     assert list(sizes["ratio"]) == [published.figure("h16-h32").low, pytest.approx(1.04)]
 
