@@ -22,7 +22,9 @@ from mxfp4.training.captured import WARM_UP, CapturedStep
 from mxfp4.training.config import ModelConfig
 from mxfp4.training.model import build_model
 
-RECIPES = ("bf16", "fp8", "mxfp4", "mxfp4+h16", "mxfp4+h32", "mxfp4+sr-grad", "ti2d", "mxfp4, packed", "mxfp4+h16, packed")
+RECIPES = (
+    "bf16", "fp8", "mxfp4", "mxfp4+h16", "mxfp4+h32", "mxfp4+sr-grad", "ti2d", "mxfp4, packed", "mxfp4+h16, packed",
+)  # fmt: skip
 MODEL = ModelConfig(vocab_size=32000, dim=1024, n_layers=24, n_heads=16, n_kv_heads=16, ffn_dim=2816, max_seq_len=2048)
 BATCH = 8
 DEVICE = "cuda"

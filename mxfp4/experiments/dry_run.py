@@ -90,8 +90,8 @@ class DryRun:
 
 
 def machine_for(scale: str, gpus: int | None, memory_gb: float | None) -> Machine:
-    """The machine that is meant: this one's GPUs, or P1's for scale mi355x without any. UserError for a number of GPUs or GB
-    that no machine has."""
+    """The machine that is meant: this one's GPUs, or P1's for scale mi355x without any. UserError for a number of GPUs
+    or GB that no machine has."""
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus is not None and gpus < 0:
         raise UserError(f"gpus={gpus} must be 0 (the CPU) or more")

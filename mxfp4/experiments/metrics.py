@@ -103,7 +103,8 @@ def overhead(study: Study, *, arm: str, reference: str = "fp8", at: float = AT) 
     """Extra tokens of `arm` to the target loss, as a share of the reference's."""
     target = target_loss(study, reference, at)
     found = _overheads(study, arm, reference, target)
-    effect = estimate({s: o.value for s, o in found.items()}, "share", divergence_note(study, arm), _tokens_of(reference))
+    values = {s: o.value for s, o in found.items()}
+    effect = estimate(values, "share", divergence_note(study, arm), _tokens_of(reference))
     effect = _resampled(effect, resample.overheads(study, arm, reference, target, at, sorted(found)))
     if arm != reference:
         effect = widened(effect, _noisy(study, (effect.value, 0.0), target, effect.seeds))

@@ -175,7 +175,7 @@ def package_fingerprint() -> str:
 
 
 def records_fingerprint() -> str:
-    """SHA-256 over the records of every scale, benchmarks and pilots: a chapter may set one scale's beside another's."""
+    """SHA-256s of the records of every scale, which a chapter may set side by side, of benchmarks and of pilots."""
     root = runs_dir() / "records"
     hashes = [_hash_files(root, sorted(root.glob("*/*/record.json")))]
     hashes += [_hash_files(folder, sorted(folder.glob("*.json"))) for folder in (bench_dir(), pilot_dir())]

@@ -6,11 +6,12 @@ been evaluated on. A draw resamples rows and columns at once, each with replacem
 "The pigeonhole bootstrap", Annals of Applied Statistics 2007: for crossed factors it errs on the wide side).
 
 Three values that happen to have one sign have a bootstrap interval on that side of zero, which chance alone does once
-in four times. All arms of a study tell together, and with many degrees of freedom, how much one run differs from its
-repetition: the **scatter**, what is left of arm x seed once the means of arms and of seeds are out. No interval is
-narrower than Student's, made from the scatter; of two arms alone, or of one value a seed (a roughness, an order, a
-slope), that is the paired t interval. The arms are taken to scatter alike: the interval of one that scatters more than
-the others is too narrow.
+in four times. All arms of a study tell together, and with many degrees of freedom, how far a run lies from what its arm
+and its seed have in common with others: the **scatter**, what is left of arm x seed once the means of arms and of seeds
+are out. Runs that give the same bits when repeated have it too: it is of other seeds. No interval is narrower than
+Student's, made from the scatter; of two arms alone, or of one value a seed (a roughness, an order, a slope), that is
+the paired t interval. The arms are taken to scatter alike: the interval of one that scatters more than the others is
+too narrow.
 
 A record keeps the losses of each window for the last evaluation alone. For a crossing, what resampled windows change
 at the end, arm by arm, is taken to shift that arm's curve as a whole.

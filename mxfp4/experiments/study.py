@@ -96,9 +96,10 @@ class Study:
         mine = {arm: found for arm, found in self.arms.items() if not arms or arm in arms}
         seeds = sorted({seed for found in mine.values() for seed in found})
         experts = f", {self.config.model.n_experts} experts" if self.config.model.n_experts else ""
+        many = f"{len(mine)} arm{'s' if len(mine) != 1 else ''}"
         return (
             f"scale {self.scale}: {count(self.parameters)} non-embedding parameters{experts}, "
-            f"{count(self.tokens)} tokens of {self.config.corpus} an arm, {len(mine)} arm{'s' if len(mine) != 1 else ''}, "
+            f"{count(self.tokens)} tokens of {self.config.corpus} an arm, {many}, "
             f"seed{'s' if len(seeds) != 1 else ''} {', '.join(map(str, seeds))}, "
             f"{self.records[0].machine['device_type']}, FP4 {self.path}"
             + (f", FP8 {self.fp8_path}" if self.fp8_path != self.path else "")

@@ -44,7 +44,8 @@ def recorded(study: Study, arms: Sequence[str]) -> pd.DataFrame:
     """arm, seeds, alone (how many of them had their device to themselves), step (seconds), tokens_per_second (mean over
     seeds), spread (fastest / slowest seed), over.
 
-    `over` is the ratio to the reference's tokens a second, paired by seed, of records that were alone; NaN where emulated.
+    `over` is the ratio to the reference's tokens a second, paired by seed, of records that were alone; NaN where
+    emulated.
     """
     rows = []
     for arm in arms:
@@ -54,8 +55,8 @@ def recorded(study: Study, arms: Sequence[str]) -> pd.DataFrame:
         if rates:
             effect = _try(metrics.throughput_ratio, study, arm=arm, against=REFERENCE) if study.path == NATIVE else None
             rows.append({
-                "arm": arm, "seeds": len(rates), "alone": sum(not math.isnan(metrics.speed(r)) for r in records), "step": study.config.tokens_per_step / float(np.mean(rates)),
-                "tokens_per_second": float(np.mean(rates)),
+                "arm": arm, "seeds": len(rates), "alone": sum(not math.isnan(metrics.speed(r)) for r in records),
+                "step": study.config.tokens_per_step / float(np.mean(rates)), "tokens_per_second": float(np.mean(rates)),
                 "spread": max(rates) / min(rates), "over": math.nan if effect is None else effect.value,
             })  # fmt: skip
     columns = ["arm", "seeds", "alone", "step", "tokens_per_second", "spread", "over"]
@@ -63,8 +64,8 @@ def recorded(study: Study, arms: Sequence[str]) -> pd.DataFrame:
 
 
 def benched(name: str) -> tuple[pd.DataFrame, str]:
-    """A benchmark of training steps: recipe, seconds, tokens_per_second, ratio (step time over FP8's, else BF16's), against;
-    and the machine with its path, in words. An empty frame where it was not run."""
+    """A benchmark of training steps: recipe, seconds, tokens_per_second, ratio (step time over FP8's, else BF16's),
+    against; and the machine with its paths, in words. An empty frame where it was not run."""
     from mxfp4.experiments.bench_step import BATCH, MODEL
 
     data = kernel_tables.read(name)
@@ -75,7 +76,9 @@ def benched(name: str) -> tuple[pd.DataFrame, str]:
     known = frame.set_index("recipe")["seconds"]
     against = next((r for r in (REFERENCE, "bf16") if r in known), frame["recipe"].iloc[0])
     frame = frame.assign(
-        tokens_per_second=BATCH * MODEL.max_seq_len / frame["seconds"], ratio=frame["seconds"] / known[against], against=against
+        tokens_per_second=BATCH * MODEL.max_seq_len / frame["seconds"],
+        ratio=frame["seconds"] / known[against],
+        against=against,
     )
     machine = data["machine"]
     paths = f"FP8 {machine.get('fp8_path', machine['path'])}, FP4 {machine['path']}"
@@ -94,7 +97,8 @@ def block_sizes(name: str) -> pd.DataFrame:
 
 
 def gated(study: Study | None, arms: Sequence[str], *, at: float = metrics.AT) -> pd.DataFrame:
-    """Table 2, theirs and ours: source, arm, step_speed, overhead, low, high (its interval), end_to_end, e_low, e_high, stated, basis.
+    """Table 2, theirs and ours: source, arm, step_speed, overhead, low, high (its interval), end_to_end, e_low, e_high,
+    stated, basis.
 
     Published rows have no interval. Ours take the step speed of P1 and of the logs for the recipe that these timed, and
     the measured one where FP4 is native.
@@ -107,12 +111,13 @@ def gated(study: Study | None, arms: Sequence[str], *, at: float = metrics.AT) -
     ]  # fmt: skip
     for arm in arms if study is not None else ():
         rows += _ours(study, arm, at)
-    columns = ["source", "arm", "step_speed", "overhead", "low", "high", "end_to_end", "e_low", "e_high", "stated", "basis"]
-    return pd.DataFrame(rows, columns=columns)
+    ours = ["source", "arm", "step_speed", "overhead", "low", "high", "end_to_end", "e_low", "e_high"]
+    return pd.DataFrame(rows, columns=[*ours, "stated", "basis"])
 
 
 def gated_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """`gated` for print: source (with arm and basis for ours), step_speed, overhead and end_to_end with intervals, stated."""
+    """`gated` for print: source (with arm and basis for ours), step_speed, overhead and end_to_end with intervals,
+    stated."""
 
     def interval(low: float, high: float, form: str) -> str:
         if math.isnan(low) or math.isnan(high):
@@ -142,9 +147,9 @@ def _ours(study: Study, arm: str, at: float) -> list[dict]:
         speed = metrics.throughput_ratio(study, arm=arm, against=REFERENCE)
         rows.append(_row(f"ours, scale {study.scale}", arm, speed.value, effect, "step speed and overhead measured", own))
     if arm == BLOCKS[0]:
-        results = published.mlperf_results()
-        for source, speed in (("P1's step speed", published.figure("step-speed").low), ("the logs' step speed", logs.step_speed(results))):
-            rows.append(_row(f"ours, scale {study.scale}", arm, speed, effect, source))
+        clocked = logs.step_speed(published.mlperf_results())
+        for source, speed in (("P1's", published.figure("step-speed").low), ("the logs'", clocked)):
+            rows.append(_row(f"ours, scale {study.scale}", arm, speed, effect, f"{source} step speed"))
     return rows
 
 
@@ -178,7 +183,8 @@ def step_chart(frame: pd.DataFrame, machine: str, *, title: str) -> alt.LayerCha
     )
     bar = base.mark_bar(height=14).encode(
         color=alt.condition(alt.datum.recipe == frame["against"].iloc[0], alt.value(PALETTE[6]), alt.value(PALETTE[0])),
-        tooltip=["recipe", alt.Tooltip("milliseconds:Q", format=".2f"), alt.Tooltip("tokens_per_second:Q", format=",.0f")],
+        tooltip=["recipe", alt.Tooltip("milliseconds:Q", format=".2f"),
+                 alt.Tooltip("tokens_per_second:Q", format=",.0f")],
     )  # fmt: skip
     text = base.mark_text(align="left", dx=4).encode(text=alt.Text("ratio:Q", format=".2f"))
     return alt.layer(bar, text).properties(title=alt.TitleParams(title, subtitle=subtitle), height=alt.Step(24))
@@ -197,13 +203,15 @@ def gated_chart(frame: pd.DataFrame, study: Study | None, *, title: str) -> alt.
     )
     order = list(dict.fromkeys(frame["label"]))
     y = alt.Y("label:N", sort=order, title=None, axis=alt.Axis(labelLimit=260))
-    colour = alt.Color("whose:N", title=None, scale=alt.Scale(domain=["published", "ours"], range=[PALETTE[6], PALETTE[0]]))
+    two = alt.Scale(domain=["published", "ours"], range=[PALETTE[6], PALETTE[0]])
+    colour = alt.Color("whose:N", title=None, scale=two)
     x = alt.X("end_to_end:Q", title="end-to-end speed over FP8", scale=alt.Scale(zero=False))
     layers = [alt.Chart(pd.DataFrame({"one": [1.0]})).mark_rule(strokeDash=[4, 4]).encode(x="one:Q")]
     bounded = frame[np.isfinite(frame["e_low"].astype(float)) & np.isfinite(frame["e_high"].astype(float))]
     if len(bounded):
         rule = alt.Chart(bounded).mark_rule(strokeWidth=5, opacity=0.45)
-        layers.append(rule.encode(x=alt.X("e_low:Q", title="end-to-end speed over FP8"), x2="e_high:Q", y=y, color=colour))
+        low = alt.X("e_low:Q", title="end-to-end speed over FP8")
+        layers.append(rule.encode(x=low, x2="e_high:Q", y=y, color=colour))
     layers.append(alt.Chart(frame).mark_point(size=70).encode(
         x=x, y=y, color=colour,
         tooltip=["label", "arm", alt.Tooltip("step_speed:Q", format=".2f"), alt.Tooltip("overhead:Q", format=".1%"),
@@ -216,7 +224,8 @@ def contours() -> pd.DataFrame:
     """level, overhead (percent), speed: the step speed that an overhead needs for an end-to-end speed of `level`."""
     overheads = np.linspace(*OVERHEADS, 51)
     frame = pd.concat([
-        pd.DataFrame({"level": level, "overhead": overheads, "speed": level * (1 + overheads / 100)}) for level in LEVELS
+        pd.DataFrame({"level": level, "overhead": overheads, "speed": level * (1 + overheads / 100)})
+        for level in LEVELS
     ])  # fmt: skip
     return frame[frame["speed"].between(*SPEEDS)].reset_index(drop=True)
 
@@ -263,6 +272,8 @@ def calculator(frame: pd.DataFrame, *, title: str) -> alt.LayerChart:
         said="format(datum.gain, '.3f') + 'x end to end: ' + (datum.gain > 1 ? 'FP4 pays' : 'FP4 does not pay')",
     )
     cross = here.mark_point(shape="cross", size=260, color=PALETTE[1], filled=True).encode(x=x, y=y)
-    said = here.mark_text(align="left", fontSize=14, fontWeight=600).encode(x=alt.value(10), y=alt.value(16), text="said:N")
+    said = here.mark_text(align="left", fontSize=14, fontWeight=600)
+    said = said.encode(x=alt.value(10), y=alt.value(16), text="said:N")
     chart = alt.layer(line, named, known, cross, said).add_params(speed, overhead)
-    return chart.properties(title=alt.TitleParams(title, subtitle="move the sliders below; the thick line is 1: no gain"), height=360)
+    heading = alt.TitleParams(title, subtitle="move the sliders below; the thick line is 1: no gain")
+    return chart.properties(title=heading, height=360)

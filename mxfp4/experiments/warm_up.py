@@ -2,8 +2,9 @@
 
 Source: runs/pilot/gpu-warm-up.json. A setting is a learning rate and a warm-up (steps); the runs of a setting and seed
 start alike and see the same batches, so a gap, in nats a token, is taken within a seed. Runs differ in length, so they
-are compared at the last step at which all of them were evaluated. `largest_grad_norm` is over the steps from 10 on, as
-the first ones are large in every run.
+are compared at the last step at which all of them were evaluated. They are older than scale gpu's fixed order of sums
+and its products on FP8 units, so they cannot be repeated to the bit. `largest_grad_norm` is over the steps from 10 on,
+as the first ones are large in every run.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Pilot:
             f"Whatever scale this page is of, this section is of scale gpu: {len(self.runs)} runs on {self.machine}. "
             f"{first.sum()} of them are a first study of all recipes ({self.first_study}, {steps[0]}), the rest a "
             f"pilot of {ARM} and {REFERENCE} alone at other settings ({steps[1]}). They lie in "
-            "runs/pilot/gpu-warm-up.json."
+            "runs/pilot/gpu-warm-up.json. All are older than this scale's fixed order of sums, and emulated FP8: part of a "
+            "gap may be what such a run differs from its own repetition by."
         )
 
 

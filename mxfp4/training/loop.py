@@ -5,8 +5,8 @@ see the same tokens: their differences are paired. Losses stay on the device and
 GPU does not wait.
 
 Resuming needs the step number, weights and optimizer state: batches are a function of the step, and
-`set_step` makes a recipe's random numbers one. On the CPU a run that was killed and resumed has the bytes
-of one that was not (with the same number of threads, which decides the order of sums).
+`set_step` makes a recipe's random numbers one. A run that was killed and resumed has the bytes of one that was not: on
+the CPU with the same number of threads, which decides the order of sums, on a GPU where `deterministic` fixes it.
 
 Inside `parallel.joined` the same loop runs on every rank: each computes its parts of the global batch, and all take
 the same decisions from the same numbers, so none waits for one that has stopped.

@@ -20,7 +20,17 @@ from mxfp4.numerics.matmul import as_dtype, gemm_dtype
 from mxfp4.numerics.path import fp8_path, matmul_path
 from mxfp4.numerics.quantize import quantize, quantize_pair, values_and_packed
 from mxfp4.numerics.tensor import MXTensor
-from mxfp4.training.gemms import AXES, both_operands, how, one_read, operand, per_tensor, product, serves_both, stream_of
+from mxfp4.training.gemms import (
+    AXES,
+    both_operands,
+    how,
+    one_read,
+    operand,
+    per_tensor,
+    product,
+    serves_both,
+    stream_of,
+)
 from mxfp4.training.recipe import GEMMS, TENSORS, Gemm, Operand, Recipe
 
 SAVES = ("values", "packed")

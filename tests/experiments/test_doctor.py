@@ -153,8 +153,8 @@ def node(monkeypatch, tmp_path):
     """Eight MI355X under ROCm, a disk with room, a mirror of C4 and the tokenizer, in the eyes of PyTorch."""
     import torch
 
-    card = type("Card", (), {"name": "AMD Instinct MI355X", "gcnArchName": "gfx950:sramecc+", "total_memory": 288 * 10**9,
-                             "major": 9, "minor": 5})  # fmt: skip
+    about = {"name": "AMD Instinct MI355X", "gcnArchName": "gfx950:sramecc+", "total_memory": 288 * 10**9}
+    card = type("Card", (), about | {"major": 9, "minor": 5})
     monkeypatch.setattr(torch.version, "hip", "7.2")
     for name, value in {"is_available": True, "device_count": 8, "get_device_properties": card}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *a, value=value: value)

@@ -103,7 +103,7 @@ def test_the_committed_pilot_is_whole():
     assert set(pairs) == {2} and set(pairs.index) == set(p.settings)
     bf16 = p.losses[(p.losses["recipe"] == "bf16") & (p.losses["step"] == p.last)].query("warmup == @scale.warmup")
     assert bf16.groupby("lr")["eval_loss"].mean().idxmin() == scale.lr
-    assert "scale gpu" in p.about() and "51 runs" in p.about()
+    assert "scale gpu" in p.about() and "51 runs" in p.about() and "its own repetition" in p.about()
 
 
 def test_a_page_is_run_again_when_a_pilot_changes(tmp_path, monkeypatch):

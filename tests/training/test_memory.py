@@ -16,7 +16,9 @@ from mxfp4.training.model import Llama
 from mxfp4.training.recompute import recompute_every
 
 
-def config(recipe="mxfp4+h16", *, vocab=128256, dim=4096, layers=4, ffn=14336, seq=4096, batch=1, parts=1) -> TrainConfig:
+def config(
+    recipe="mxfp4+h16", *, vocab=128256, dim=4096, layers=4, ffn=14336, seq=4096, batch=1, parts=1
+) -> TrainConfig:  # fmt: skip
     model = ModelConfig(
         vocab_size=vocab, dim=dim, n_layers=layers, n_heads=dim // 128, n_kv_heads=max(dim // 512, 1), ffn_dim=ffn,
         max_seq_len=seq,

@@ -230,7 +230,7 @@ def test_fp8_units_are_not_asked_for_sizes_that_they_refuse(fp8_only, monkeypatc
 def test_every_way_to_prepare_a_tensor_gives_the_same_values(name, tensor, packed):
     torch.manual_seed(5)
     t, seed, chosen = torch.randn(64, 96), torch.tensor(9), recipe(name)
-    which = [g for g in ("fprop", "dgrad", "wgrad") if tensor in ("xw", "gw", "gx")[("fprop", "dgrad", "wgrad").index(g)]]
+    which = [g for g, tensors in zip(GEMMS, ("xw", "gw", "gx"), strict=True) if tensor in tensors]
     packed = tuple(p and prepared.packable(chosen.operands()[g, tensor]) for p, g in zip(packed, which, strict=True))
     made = prepared.prepare_both(t, tensor, chosen, seed, packed)
     for one, keep, (value, factor) in zip(made, packed, both_operands(t, tensor, chosen, seed), strict=True):
