@@ -135,6 +135,14 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
     return torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
 
 
+def turned_copy(x: Tensor) -> Tensor:
+    """The transpose of [R, C] in memory of its own, also where one row or column makes the two look alike.
+
+    An operator's results must share none, with each other or with what it was given.
+    """
+    return x.t().clone(memory_format=torch.contiguous_format)
+
+
 def e8m0_value(byte: Tensor) -> Tensor:
     """FP32 value of E8M0 bytes. 2^-127 is an FP32 subnormal, so the bits are built rather than computed."""
     b = byte.to(torch.int32)

@@ -67,7 +67,9 @@ def scaled_fp8(x: Tensor, scale: Tensor, elem: str, dtype: torch.dtype) -> Tenso
 
 
 def fp8_scale(x: Tensor, elem: str) -> Tensor:
-    """The FP32 scale that takes the largest magnitude of x to the format's; 1 for a tensor of zeros, NaN with one."""
+    """The FP32 scale that takes the largest magnitude of x to the format's; 1 for zeros or nothing, NaN with one."""
+    if not x.numel():
+        return x.new_ones((), dtype=torch.float32)
     low, high = x.aminmax()
     amax = torch.maximum(-low, high).float()
     return torch.where(amax == 0, 1.0, ELEMS[elem].max / amax).clamp(max=torch.finfo(torch.float32).max)
@@ -86,7 +88,7 @@ def _fp8_per_tensor_shape(x, elem, dtype):
 
 @torch.library.impl(_library, "bf16_values", "CompositeExplicitAutograd")
 def _bf16_values(x, dtype):
-    return x.to(torch.bfloat16).to(dtype)
+    return x.to(torch.bfloat16).to(dtype, copy=True)  # never x itself
 
 
 @torch.library.register_fake("mxfp4::bf16_values", lib=_library)

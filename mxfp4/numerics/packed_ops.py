@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxfp4.numerics.formats import ELEMS, pack_nibbles
+from mxfp4.numerics.formats import ELEMS, pack_nibbles, turned_copy
 from mxfp4.numerics.kernels import HAS_TRITON
 from mxfp4.numerics.ops import FP8, fp8_scale, scaled_fp8
 from mxfp4.numerics.tensor import MXTensor
@@ -57,7 +57,7 @@ def _turn(qdata, elem):
         from mxfp4.numerics.kernels import turn_triton
 
         return turn_triton.turn(qdata, _per_byte(elem))
-    codes = _wrap(qdata, qdata, elem, "1d").codes().t().contiguous()
+    codes = turned_copy(_wrap(qdata, qdata, elem, "1d").codes())
     return pack_nibbles(codes) if _per_byte(elem) == 2 else codes
 
 
@@ -88,7 +88,7 @@ def _codes(x: Tensor, elem: str, along: bool, turned: bool) -> tuple[Tensor | No
     scale = fp8_scale(x, elem)
     value = scaled_fp8(x, scale, elem, torch.bfloat16)  # which holds FP8 exactly
     codes = value.to(FP8[elem]).contiguous().view(torch.uint8)
-    return codes if along else None, codes.t().contiguous() if turned else None, 1.0 / scale
+    return codes if along else None, turned_copy(codes) if turned else None, 1.0 / scale
 
 
 @torch.library.impl(_library, "fp8_codes", "CompositeExplicitAutograd")

@@ -42,13 +42,14 @@ class CapturedStep:
         if batch.shape != self.shape:
             return self.step(batch)
         if self.calls < WARM_UP:
+            result = self._aside(batch)
             self.calls += 1
-            return self._aside(batch)
+            return result
         if self.graph is None:
-            self.batch = batch.clone()
-            self.graph = torch.cuda.CUDAGraph()
-            with _nothing_collected(), torch.cuda.graph(self.graph, stream=self.stream):
+            self.batch, graph = batch.clone(), torch.cuda.CUDAGraph()
+            with _nothing_collected(), torch.cuda.graph(graph, stream=self.stream):
                 self.result = self.step(self.batch)
+            self.graph = graph  # whole: a step that raised left none to replay
         self.batch.copy_(batch)
         self.graph.replay()
         return self.result.clone()

@@ -188,6 +188,9 @@ def _multiple(op: Operand) -> int:
 def size_problem(in_features: int, out_features: int, layer_recipe: Recipe) -> str | None:
     """Why these feature sizes do not fit the recipe, in a sentence, or None."""
     sizes = {"in_features": in_features, "out_features": out_features}
+    for side, size in sizes.items():
+        if size < 1:
+            return f"{side}={size} must be 1 or more"
     if layer_recipe.quest and in_features % BLOCK:
         return f"in_features={in_features} is not a multiple of {BLOCK}, which recipe {layer_recipe.name!r} needs in fprop"
     for (gemm_name, name), op in layer_recipe.operands().items():

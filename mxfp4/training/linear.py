@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mxfp4.numerics import ops
-from mxfp4.numerics.formats import one_of
+from mxfp4.numerics.formats import check_float, one_of
 from mxfp4.training import prepared
 from mxfp4.training.gemms import size_problem, token_multiple
 from mxfp4.training.quest import project
@@ -99,7 +99,8 @@ class MXFP4Linear(nn.Linear):
     new ones; `set_step` makes them a function of the step. `save`: how MX and FP8 operands wait for the backward on
     chips that do not multiply them packed: as "values" (2 bytes an element on a GPU) or "packed" (0.53, FP8 1, unpacked
     in the backward); the results are the same.
-    Raises ValueError where a feature size is not a multiple of what the recipe's blocks and rotations need.
+    Raises ValueError where a feature size is not a positive multiple of what the recipe's blocks and rotations need; the
+    layer TypeError for an x that is no float tensor.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class MXFP4Linear(nn.Linear):
         return {**self.__dict__, "kept": None}
 
     def forward(self, x: Tensor) -> Tensor:
+        check_float(x)
         device = x.device.type
         autocast = torch.is_autocast_enabled(device)
         out_dtype = torch.get_autocast_dtype(device) if autocast else x.dtype

@@ -40,7 +40,7 @@ def _quest(t):
 
 @torch.library.register_fake("mxfp4::quest", lib=_library)
 def _quest_shapes(t):
-    return torch.empty_like(t, dtype=torch.float32), torch.empty_like(t, dtype=torch.bool)
+    return t.new_empty(t.shape, dtype=torch.float32), t.new_empty(t.shape, dtype=torch.bool)
 
 
 class _Projection(torch.autograd.Function):

@@ -7,6 +7,7 @@ from test_kernels_quantize import any_bits, same
 
 from mxfp4.numerics import ops, packed_ops
 from mxfp4.numerics.formats import ELEMS
+from mxfp4.numerics.kernels import quantize_cpu
 
 CAST = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -115,6 +116,36 @@ def test_the_operators_of_codes_agree(elem):
         assert torch.equal(found, one) and its_factor == factor == same_factor
     for op, flag in ((packed_ops.fp8_codes, (elem, True)), (packed_ops.fp8_codes_pair, (elem,))):
         torch.library.opcheck(op, (x, *flag))
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (0, 64), (64, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_nothing_there_are_no_codes_and_the_factor_is_one(shape, dtype):
+    x = torch.empty(shape, dtype=dtype, device=kernels.DEVICE)
+    for made in (packed_ops.fp8_codes_pair(x, "e4m3"), kernels.load("fp8_triton").codes(x, "e4m3", True, True)):
+        assert [t.shape for t in made] == [shape, shape[::-1], ()] and made[2] == 1
+    values, factor = ops.fp8_per_tensor(x, "e5m2", torch.float32)
+    assert values.shape == shape and factor == 1
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_lie_where_a_compiler_expects_them_and_share_no_memory(dtype, compiler, monkeypatch):
+    """Of every layout, so that compiled code reads the strides it was built for; of one row its transpose is a copy."""
+    if not compiler:
+        monkeypatch.setattr(quantize_cpu, "kernel", lambda: None)
+    base = torch.randn(60, 70).to(dtype)
+    for x in (*laid_out(base), base[3:40, 5:60].t(), base[::2, ::3].t(), base[:1].expand(5, -1).t(), base[:1], base[:0]):
+        utils = ("test_schema", "test_faketensor")
+        torch.library.opcheck(ops.fp8_per_tensor, (x, "e4m3", torch.float32), test_utils=utils)
+        torch.library.opcheck(packed_ops.fp8_codes, (x, "e4m3", True), test_utils=utils)
+        torch.library.opcheck(ops.bf16_values, (x, dtype), test_utils=utils)
+        made = torch.library.opcheck(packed_ops.fp8_codes_pair, (x, "e5m2"), test_utils=utils)
+        assert set(made.values()) == {"SUCCESS"}
+    for shape in ((1, 64), (64, 1), (3, 5)):
+        codes = torch.zeros(shape, dtype=torch.uint8)
+        torch.library.opcheck(packed_ops.turn, (codes, "e4m3"), test_utils=utils)
+        assert kernels.load("turn_triton").turn(codes, 1).data_ptr() != codes.data_ptr()
 
 
 on_gpu = pytest.mark.skipif(kernels.DEVICE != "cuda", reason="needs a GPU")

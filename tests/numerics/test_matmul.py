@@ -5,6 +5,7 @@ import torch
 
 import mxfp4
 from mxfp4 import Hadamard, MXTensor, matmul, quantize
+from mxfp4.numerics.matmul import gemm
 
 
 def random_operand(rows: int, k: int, seed: int, elem: str = "e2m1", block: str = "1d") -> MXTensor:
@@ -108,6 +109,20 @@ def test_empty():
     b = random_operand(68, 64, 1)
     assert matmul(quantize(torch.ones(0, 64)), b).shape == (0, 68)
     assert matmul(b, quantize(torch.ones(0, 64))).shape == (68, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.float32])
+def test_of_bf16_operands_a_result_that_holds_more_is_not_rounded_to_bf16(dtype, monkeypatch):
+    """As on a GPU, whose GEMM writes BF16 unless it is told not to."""
+
+    def mm(a, b, out_dtype=torch.bfloat16):
+        return (a.double() @ b.double()).to(out_dtype)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    a, b = torch.randn(16, 64).bfloat16(), torch.randn(16, 64).bfloat16()
+    exact = a.double() @ b.double().t()
+    assert gemm(a, b, dtype).dtype == dtype
+    assert (gemm(a, b, dtype).double() - exact).norm() < 2.0**-11 * exact.norm()
 
 
 def test_autocast_does_not_reach_in():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mxfp4 import convert
+from mxfp4 import MXFP4Linear, convert
 from mxfp4.training.config import ModelConfig
 from mxfp4.training.evaluate import token_loss
 from mxfp4.training.model import build_model
@@ -35,6 +35,21 @@ def test_every_parameter_gets_the_eager_gradient(name, autocast, error):
     for parameter, expected in eager.items():
         assert compiled[parameter] is not None, parameter
         assert (compiled[parameter] - expected).norm() < error * expected.norm(), parameter
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8", "mxfp4+h16", "nvfp4"])
+def test_compiled_code_takes_the_strides_of_any_input(name):
+    """A cut of a transpose has gaps, and its results another layout than the first guess."""
+    base = torch.randn(96, 70)
+    x, grad = base[3:67, 5:60].t(), torch.randn(128, 60)[:, 2:57].t()
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        layer = MXFP4Linear(64, 128, bias=False, recipe=name)
+        y = (torch.compile(layer, fullgraph=True) if compiled else layer)(x)
+        y.backward(grad)
+        results.append((y.detach(), layer.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_a_compiled_block_quantizes_a_shared_input_once(monkeypatch):

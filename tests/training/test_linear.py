@@ -87,6 +87,22 @@ def test_fp8_of_tiny_and_zero_tensors_is_finite():
         assert y.isfinite().all() and dx.isfinite().all() and dw.isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp8", "mxfp4", "nvfp4", "quartet"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_an_input_that_is_no_float_is_refused(name, dtype):
+    """Its dtype would be the result's: token ids by mistake would come back as integers."""
+    with pytest.raises(TypeError, match=f"x must be a float32, bfloat16, float16 or float64 tensor, got {dtype}"):
+        MXFP4Linear(64, 64, recipe=name)(torch.zeros(2, 64).to(dtype))
+
+
+@pytest.mark.parametrize("sizes, named", [((0, 64), "in_features=0"), ((64, 0), "out_features=0")])
+@pytest.mark.parametrize("name", ["bf16", "fp8", "mxfp4"])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_layer_without_features_is_refused(name, sizes, named):
+    with pytest.raises(ValueError, match=f"layer 'a.b': {named} must be 1 or more"):
+        MXFP4Linear(*sizes, recipe=name, fqn="a.b")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_zero_weight_and_unit_bias(name):
     layer = MXFP4Linear(64, 32, recipe=name)

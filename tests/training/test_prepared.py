@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from pathlib import Path
 
@@ -247,6 +248,16 @@ def test_turned_codes_are_the_codes_of_the_transpose(elem, shape):
     turned = kernels.load("turn_triton").turn(q.qdata, 2 if elem == "e2m1" else 1)
     assert torch.equal(turned.cpu(), packed_ops.turn(q.qdata.cpu(), elem))
     assert torch.equal(packed_ops.turn(packed_ops.turn(q.qdata, elem), elem), q.qdata)
+
+
+def test_turning_fits_the_grid_of_a_gpu_however_long_the_rows(monkeypatch):
+    """Its axes but the first count to 65535."""
+    grids, module = [], kernels.load("turn_triton")
+    fake = type("kernel", (), {"__getitem__": lambda self, grid: grids.append(grid) or (lambda *a, **kw: None)})
+    monkeypatch.setattr(module, "_turn_kernel", fake())
+    for shape in ((2, 2**23), (2**23, 2)):
+        module.turn(torch.empty(shape, dtype=torch.uint8), 1)
+    assert len(grids) == 2 and all(math.prod(grid) == 2**17 and max(grid[1:], default=1) <= 65535 for grid in grids)
 
 
 def test_save_is_checked_and_reaches_every_layer():

@@ -90,3 +90,8 @@ def test_refusals():
         MXFP4Linear(48, 64, recipe="quartet")
     with pytest.raises(ValueError, match="quest"):
         recipe("mxfp4+quest+double")
+
+
+def test_the_operator_is_what_a_compiler_is_told_of_any_strides():
+    for t in (torch.randn(64, 96), torch.randn(96, 64).t(), torch.randn(64, 96)[:, :64]):
+        torch.library.opcheck(torch.ops.mxfp4.quest.default, (t,), test_utils=("test_schema", "test_faketensor"))

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.standard import _elementwise_max  # of `tl.max`, which does not interpret where not imported so
 
-from mxfp4.numerics.formats import ELEMS
+from mxfp4.numerics.formats import ELEMS, turned_copy
 from mxfp4.numerics.kernels.block_math import code, value
 
 TILE = 2048
@@ -39,11 +39,10 @@ def _scaled_kernel(
 
 
 def scaled_fp8(x: Tensor, scale: Tensor, elem: str, dtype: torch.dtype) -> Tensor:
-    """(x * scale) in E4M3 or E5M2 as values in `dtype`, strides as x's; scale FP32 0-d, |x * scale| in range."""
+    """(x * scale) in E4M3 or E5M2 as values in `dtype`, strides of `empty_like`; scale FP32 0-d, |x * scale| in range."""
     fmt, out = ELEMS[elem], torch.empty_like(x, dtype=dtype)
     if x.stride() != out.stride():  # gaps or overlaps
-        x = x.contiguous()
-        out = torch.empty_like(x, dtype=dtype)
+        x = torch.empty_like(x).copy_(x)
     with torch.cuda.device_of(x):
         grid = (triton.cdiv(x.numel(), TILE),)
         if grid[0]:
@@ -57,7 +56,7 @@ def scaled_fp8(x: Tensor, scale: Tensor, elem: str, dtype: torch.dtype) -> Tenso
 @triton.jit
 def _place(R, C, SIDE: tl.constexpr):
     """(rows, columns) of this program's tile of [R, C], int64 [SIDE] each: neighbours lie along the rows."""
-    tiles = (C + SIDE - 1) // SIDE
+    tiles = (C - 1) // SIDE + 1  # C may be the largest int32
     pid = tl.program_id(0)
     r = (pid // tiles).to(tl.int64) * SIDE + tl.arange(0, SIDE)
     c = (pid % tiles).to(tl.int64) * SIDE + tl.arange(0, SIDE)
@@ -123,13 +122,14 @@ def codes(x: Tensor, elem: str, along: bool, turned: bool) -> tuple[Tensor | Non
     fused = turned and x.dtype == torch.bfloat16
     out = x.new_empty((rows, columns), dtype=torch.uint8) if along or not fused else None
     out_turned = x.new_empty((columns, rows), dtype=torch.uint8) if fused else None
-    amax, factor = x.new_zeros((), dtype=torch.int32), x.new_empty((), dtype=torch.float32)
-    grid, shared, arguments, options = launch(x, out, out_turned, amax, factor, elem, converts(x.device))
-    with torch.cuda.device_of(x):
-        _amax_kernel[grid](x, amax, **shared, SIDE=SIDE, num_warps=options["num_warps"])
-        _codes_kernel[grid](**arguments, **shared, **options)
+    amax, factor = x.new_zeros((), dtype=torch.int32), x.new_ones((), dtype=torch.float32)
+    if x.numel():
+        grid, shared, arguments, options = launch(x, out, out_turned, amax, factor, elem, converts(x.device))
+        with torch.cuda.device_of(x):
+            _amax_kernel[grid](x, amax, **shared, SIDE=SIDE, num_warps=options["num_warps"])
+            _codes_kernel[grid](**arguments, **shared, **options)
     if turned and not fused:
-        out_turned = out.t().contiguous()
+        out_turned = turned_copy(out)
     return out if along else None, out_turned, factor
 
 
@@ -138,7 +138,7 @@ def launch(
 ) -> tuple[tuple[int], dict, dict, dict]:
     """(grid, sizes, arguments, constants and options) of the kernel: what `codes` runs and `isa` compiles."""
     fmt, (rows, columns) = ELEMS[elem], x.shape
-    grid = (max(triton.cdiv(rows, SIDE) * triton.cdiv(columns, SIDE), 1),)  # of an empty tensor, for its factor
+    grid = (triton.cdiv(rows, SIDE) * triton.cdiv(columns, SIDE),)
     sizes = {"R": rows, "C": columns, "row_stride": x.stride(0), "column_stride": x.stride(1)}
     arguments = {"x_ptr": x, "codes_ptr": out, "turned_ptr": out_turned, "amax_ptr": amax, "factor_ptr": factor}
     constants = {"MAX": fmt.max, "MBITS": fmt.mbits, "BIAS": fmt.bias, "MAX_CODE": fmt.max_code, "CONVERTS": native}

@@ -162,15 +162,14 @@ def _quantize(x: Tensor, how: Orientation, seed: Tensor | None) -> Outputs:
 
 
 def scaled_fp8(x: Tensor, scale: Tensor, elem: str) -> Tensor:
-    """`x.float() * scale` rounded to E4M3 or E5M2 as torch's cast does, in FP32, strides as x's. Needs `kernel()`.
+    """`x.float() * scale` rounded to E4M3 or E5M2 as torch's cast does, in FP32, laid out as `empty_like`.
 
-    scale: FP32, one element, such that no finite product is beyond the format's largest value.
+    Needs `kernel()`. scale: FP32, one element, such that no finite product is beyond the format's largest value.
     """
     x = x.float()
     out = torch.empty_like(x)
     if x.stride() != out.stride():  # gaps or overlaps
-        x = x.contiguous()
-        out = torch.empty_like(x)
+        x = torch.empty_like(x).copy_(x)
     mbits = {"e4m3": 3, "e5m2": 2}[elem]
     library().mxfp4_scaled_fp8(x.data_ptr(), out.data_ptr(), x.numel(), scale.item(), mbits)
     return out

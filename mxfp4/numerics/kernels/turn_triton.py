@@ -15,8 +15,10 @@ from torch import Tensor
 def _turn_kernel(source, target, R, C, PER_BYTE: tl.constexpr, TILE: tl.constexpr):
     """Codes [R, C], C packed -> [C, R], R packed; PER_BYTE 2 (E2M1) or 1, R and C multiples of it."""
     W: tl.constexpr = TILE // PER_BYTE
-    r = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    c = tl.program_id(1) * W + tl.arange(0, W)
+    tiles = (C + TILE - 1) // TILE
+    down, across = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    r = down * TILE + tl.arange(0, TILE)
+    c = across * W + tl.arange(0, W)
     inside = (r[:, None] < R) & (c[None, :] < C // PER_BYTE)
     codes = tl.load(source + r.to(tl.int64)[:, None] * (C // PER_BYTE) + c[None, :], mask=inside, other=0)
     if PER_BYTE == 2:
@@ -25,8 +27,8 @@ def _turn_kernel(source, target, R, C, PER_BYTE: tl.constexpr, TILE: tl.constexp
     if PER_BYTE == 2:
         low, high = tl.split(tl.reshape(codes, (TILE, W, 2)))
         codes = low | (high << 4)
-    line = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    place = tl.program_id(0) * W + tl.arange(0, W)
+    line = across * TILE + tl.arange(0, TILE)
+    place = down * W + tl.arange(0, W)
     inside = (line[:, None] < C) & (place[None, :] < R // PER_BYTE)
     tl.store(target + line.to(tl.int64)[:, None] * (R // PER_BYTE) + place[None, :], codes, mask=inside)
 
@@ -38,6 +40,6 @@ def turn(qdata: Tensor, per_byte: int) -> Tensor:
     tile = 64
     if out.numel():
         with torch.cuda.device_of(out):
-            grid = (triton.cdiv(rows, tile), triton.cdiv(columns, tile))
+            grid = (triton.cdiv(rows, tile) * triton.cdiv(columns, tile),)  # one axis: others count to 65535
             _turn_kernel[grid](qdata.contiguous(), out, rows, columns, PER_BYTE=per_byte, TILE=tile)
     return out
