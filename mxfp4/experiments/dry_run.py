@@ -19,7 +19,6 @@ import torch
 from mxfp4.errors import UserError
 from mxfp4.experiments import published
 from mxfp4.experiments.plan import ArmStatus, Plan
-from mxfp4.experiments.scales import get_scale
 from mxfp4.experiments.store import Store
 from mxfp4.experiments.study import count
 from mxfp4.numerics.path import PATHS, fp8_path, matmul_path
@@ -160,9 +159,7 @@ def _cost(arm: ArmStatus, ranks: int) -> Cost:
         return Cost(arm, None, "done", None, 0.0)
     rest = config.steps - arm.step
     if arm.seconds is not None and rest:
-        sharing = get_scale(config.scale).jobs  # arms had a GPU together when the records' seconds were clocked
-        hours = arm.seconds * ranks / sharing / 3600
-        return Cost(arm, arm.seconds / rest, "records of this scale", None, hours)
+        return Cost(arm, arm.seconds / rest, "records of this scale", None, arm.seconds * ranks / 3600)
     logged = published.mlperf_results().set_index("arm")
     name = LOGGED.get(config.recipe)
     if config.scale == "mi355x" and name:

@@ -141,8 +141,8 @@ class ArmStatus:
     step: int
     """Step of its checkpoint, 0 without one."""
     seconds: float | None
-    """What the rest of it is estimated to take, from records of its model, else of other models by their active
-    weights; 0 when done, None without any record of this scale."""
+    """What the rest of it is estimated to take of a device's time, from records of its model, else of other models by
+    their active weights; 0 when done, None without any record of this scale."""
 
     @property
     def done(self) -> bool:
@@ -188,12 +188,16 @@ class Plan:
 
 
 def _seconds_per_token(records: list[Record], model: ModelConfig) -> dict[str, float]:
-    """{recipe: seconds a token of this model took, evaluation included}; "" is the mean over recipes."""
+    """{recipe: seconds of a device that a token of this model took, evaluation included}; "" is the mean over recipes.
+
+    An arm that shared its device had its part of the seconds.
+    """
     took: dict[str, list[float]] = {}
     for record in records:
         if record.config.model == model and record.outcome["tokens"]:
             seconds = record.timings["train_seconds"] + record.timings["evaluate_seconds"]
-            took.setdefault(record.config.recipe, []).append(seconds / record.outcome["tokens"])
+            sharing = record.timings.get("arms_on_device", get_scale(record.config.scale).jobs)
+            took.setdefault(record.config.recipe, []).append(seconds / sharing / record.outcome["tokens"])
     means = {name: sum(values) / len(values) for name, values in took.items()}
     return {**means, "": sum(means.values()) / len(means)} if means else {}
 

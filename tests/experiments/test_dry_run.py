@@ -93,12 +93,12 @@ def test_other_gpu_counts(tmp_path):
 
 def test_what_is_done_costs_nothing_and_gives_the_speed_of_the_rest(tmp_path):
     store, small = Store(tmp_path), plan("table1", "cpu", recipes=["bf16", "mxfp4"], seeds=[0])
-    put(store, small.arms[0])
+    put(store, small.arms[0], arms_on_device=2)
     result = dry_run(small, store)
     done, left = result.costs
     assert done.source == "done" and done.gpu_hours_left == 0
-    assert left.seconds_per_step == pytest.approx(1.1 / small.arms[0].steps)  # fake_studies: 1.0 s and 0.1 s
-    assert left.gpu_hours_left == pytest.approx(1.1 / 3600 / 2), "the scale trains two arms at a time"
+    assert left.seconds_per_step == pytest.approx(1.1 / 2 / small.arms[0].steps)  # fake_studies: 1.0 s and 0.1 s
+    assert left.gpu_hours_left == pytest.approx(1.1 / 3600 / 2), "two arms shared the device"
     assert "records: 1 of 2 arms" in text(result) and "records of this scale" in text(result)
 
 

@@ -1,6 +1,7 @@
 """Plans: their arms, what is left of them, and running them in one process, in several, and through kills."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_studies import put
 from fakes import TINY, FakeCorpus
 
 import mxfp4
@@ -161,6 +163,14 @@ def test_what_is_left_and_what_it_costs(store):
     timings = status[0].record.timings
     assert status[2].seconds == pytest.approx(timings["train_seconds"] + timings["evaluate_seconds"])
     assert [r.config.seed for r in wanted.records(store, "cpu")] == [0]
+
+
+def test_arms_that_shared_a_device_cost_their_part_of_its_time(store):
+    (one,) = small(recipes=("bf16",), seeds=(0,)).arms
+    for shared, wanted in ((1, 1.1), (4, 1.1 / 4)):
+        put(store, one, arms_on_device=shared)  # fake_studies: 1.0 s and 0.1 s
+        assert small(recipes=("bf16",), seeds=(1,)).status(store, "cpu")[0].seconds == pytest.approx(wanted)
+        shutil.rmtree(store.folder(one, "cpu"))
 
 
 def test_the_cost_of_a_size_without_records_follows_its_weights(store):

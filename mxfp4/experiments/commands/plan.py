@@ -36,15 +36,13 @@ def run(args: argparse.Namespace) -> int:
         by_config = {a.config: a for a in status}
         for name in parts:
             arms = chosen_plan(args, name).arms
-            print(f"{name:<12}  {_summary([by_config[a] for a in arms], plan.scale.jobs)}")
+            print(f"{name:<12}  {_summary([by_config[a] for a in arms])}")
     counts = Counter("done" if a.done else "begun" if a.step else "missing" for a in status)
     tokens = sum((a.config.steps - a.step) * a.config.tokens_per_step for a in status if not a.done)
     done = f"{counts['done']} of {len(status)} arms done, {counts['begun']} begun"
     print(f"\n{args.plan} at scale {args.scale}: {done}")
     if tokens:
-        print(
-            f"left: {tokens:,} training tokens, {_cost([a for a in status if not a.done], plan.scale.jobs)}"
-        )
+        print(f"left: {tokens:,} training tokens, {_cost([a for a in status if not a.done])}")
     return 0
 
 
@@ -72,18 +70,16 @@ def setting_text(config, own) -> str:
     return f"[{', '.join(parts)}]" if parts else ""
 
 
-def _summary(arms: list, jobs: int) -> str:
+def _summary(arms: list) -> str:
     left = [a for a in arms if not a.done]
     done = f"{len(arms) - len(left):>3} of {len(arms):>3} arms done"
-    return f"{done}, {_cost(left, jobs)}" if left else done
+    return f"{done}, {_cost(left)}" if left else done
 
 
-def _cost(left: list, jobs: int) -> str:
+def _cost(left: list) -> str:
     if any(a.seconds is None for a in left):
         return "time unknown until one arm of this scale is in the store"
-    return (
-        f"about {duration(sum(a.seconds for a in left) / jobs)} with {jobs} at a time, from measured speeds"
-    )
+    return f"about {duration(sum(a.seconds for a in left))} of one device, from measured speeds"
 
 
 def duration(seconds: float) -> str:
