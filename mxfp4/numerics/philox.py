@@ -53,15 +53,16 @@ def _philox_words(seed: int, purpose: int, stream: int) -> tuple[int, int, int, 
 
 
 def random16(seed: Tensor, shape: tuple[int, ...], stream: int, first: int = 0) -> Tensor:
-    """Uniform 16-bit integers (int32) for a tensor of `shape`, whose last size is a multiple of 8.
+    """Uniform 16-bit integers (int32) for a tensor of `shape`.
 
     `first`, a multiple of 8, is the index of its first element in the tensor that it is a part of.
     """
-    calls = torch.Size(shape).numel() // 8
+    count = torch.Size(shape).numel()
+    calls = -(-count // 8)
     index = torch.arange(first // 8, first // 8 + calls, device=seed.device)
     words = philox(seed, index, FOR_ROUNDING, stream)
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
-    return torch.stack(halves, dim=-1).to(torch.int32).view(shape)
+    return torch.stack(halves, dim=-1).to(torch.int32).flatten()[:count].view(shape)
 
 
 def random_signs(seed: Tensor, size: int, stream: int) -> Tensor:

@@ -99,8 +99,8 @@ class MXFP4Linear(nn.Linear):
     new ones; `set_step` makes them a function of the step. `save`: how MX and FP8 operands wait for the backward on
     chips that do not multiply them packed: as "values" (2 bytes an element on a GPU) or "packed" (0.53, FP8 1, unpacked
     in the backward); the results are the same.
-    Raises ValueError where a feature size is not a positive multiple of what the recipe's blocks and rotations need; the
-    layer TypeError for an x that is no float tensor.
+    Raises ValueError where a feature size is not a positive multiple of what the recipe's blocks and rotations need;
+    called, TypeError for an x that is no float tensor.
     """
 
     def __init__(

@@ -86,7 +86,9 @@ def prepare(t: Tensor, which: str, name: str, layer_recipe: Recipe, seed: Tensor
         return Values(*operand(t, which, name, layer_recipe, seed))
     op, axis = layer_recipe.operands()[which, name], AXES[which, name]
     if per_tensor(op):
-        return Packed(*packed_ops.fp8_codes(t, op.elem, axis != -1), op.elem, "tensor", False)
+        turned = axis != -1
+        waits = turned and not runs_packed(which, layer_recipe, t.device)  # laid out as its values would be: same sums
+        return Packed(*packed_ops.fp8_codes(t, op.elem, turned and not waits), op.elem, "tensor", waits)
     along = -1 if op.transposable else axis
     q = quantize(t, axis=along, seed=seed, **how(op, stream_of(which, name, layer_recipe)))
     return _packed(q, turned=along != axis)
@@ -105,7 +107,8 @@ def prepare_both(
     first, second = (g for g in GEMMS if name in TENSORS[g])
     one, two = (layer_recipe.operands()[g, name] for g in (first, second))
     dtype = gemm_dtype(t.device)
-    if one == two and per_tensor(one) and all(packed):
+    run = all(keep and runs_packed(g, layer_recipe, t.device) for g, keep in zip((first, second), packed, strict=True))
+    if one == two and per_tensor(one) and run:
         codes, turned, factor = packed_ops.fp8_codes_pair(t, one.elem)
         return tuple(Packed(qdata, factor, one.elem, "tensor", False) for qdata in (codes, turned))
     if one == two and serves_both(one):  # one quantization serves both

@@ -129,3 +129,10 @@ def test_no_seed_draws_from_torchs_cpu_generator():
     with torch.device("meta"):  # a default device must not decide where the seed is drawn
         again = as_seed(None, CPU)
     assert first != second and torch.equal(first, again)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (3, 20), (0, 5), ()])
+def test_sizes_that_are_no_multiple_of_eight_take_the_first_bits(shape):
+    """An FP8 tensor rounded stochastically may have any."""
+    got = random16(as_seed(3, CPU), shape, 1)
+    assert got.shape == shape and torch.equal(got.flatten(), random16(as_seed(3, CPU), (64,), 1)[: got.numel()])

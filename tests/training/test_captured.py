@@ -12,7 +12,6 @@ from mxfp4.training.captured import WARM_UP, CapturedStep
 from mxfp4.training.loop import train
 
 
-
 def on_gpu(test):
     return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(test))
 

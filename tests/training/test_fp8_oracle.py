@@ -1,7 +1,7 @@
 """The FP8 layer's three GEMMs against float64, for shapes, sizes of values and layouts that nobody chose.
 
-The oracle rounds to the nearest value of the format's table, ties to the even code, in float64 from the one product that
-the layer too rounds to FP32 (value times scale); sums are bounded element by element.
+The oracle rounds to the nearest value of the format's table, ties to the even code, from the one product that the
+layer too rounds to FP32 (value times scale); sums are in float64, and the layer's are bounded element by element.
 """
 
 from __future__ import annotations
