@@ -17,7 +17,6 @@ from mxfp4.experiments.plan import plan
 from mxfp4.experiments.store import Store
 from mxfp4.training.memory import estimate
 
-
 RECORDED = Path(__file__).resolve().parents[2] / "runs"
 TIMED = ("bf16", "fp8", "mxfp4", "mxfp4+h16", "mxfp4+sr", "mxfp4-fprop", "mxfp4-fprop-dgrad+rht16")
 

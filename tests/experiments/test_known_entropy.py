@@ -1,9 +1,9 @@
 """Excess over a known entropy: exact for losses that are made from the law itself."""
 
+from dataclasses import replace
+
 import pytest
 from fake_studies import SMALL, config, put
-
-from dataclasses import replace
 
 from mxfp4.errors import UserError
 from mxfp4.experiments import figures, known_entropy

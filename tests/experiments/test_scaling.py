@@ -1,11 +1,10 @@
 """The size axis: a row a size and arm, the trend a slope of differences within seeds."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from fake_studies import BIG, config, put
-
-from dataclasses import replace
 
 from mxfp4.experiments import scaling
 from mxfp4.experiments.charts import render

@@ -1,10 +1,10 @@
 """The sign kernel draws the twin's signs."""
 
+import kernels
 import pytest
 import torch
 
 from mxfp4.numerics.philox import random_signs
-import kernels
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128])

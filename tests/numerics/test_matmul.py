@@ -202,8 +202,8 @@ def test_the_native_road_gives_the_emulated_product(monkeypatch):
     import kernels
     from test_kernels_gemm import interpreted_dot_scaled
 
-    from mxfp4.numerics import matmul as module
     from mxfp4.numerics import kernels as package
+    from mxfp4.numerics import matmul as module
 
     if not interpreted_dot_scaled():
         pytest.skip("this Triton's interpreter does not know dot_scaled")

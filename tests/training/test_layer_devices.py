@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import mxfp4
 from mxfp4 import MXFP4Linear, recipe, set_step
 from mxfp4.numerics.path import fp8_path
 from mxfp4.training import prepared

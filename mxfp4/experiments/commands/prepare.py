@@ -9,7 +9,6 @@ from mxfp4.errors import UserError
 from mxfp4.experiments.scales import get_scale
 
 
-
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register the sub-command."""
     parser = subparsers.add_parser("prepare", help="tokenize and pack a corpus once", description=__doc__)

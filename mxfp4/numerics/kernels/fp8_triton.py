@@ -54,8 +54,8 @@ def scaled_fp8(x: Tensor, scale: Tensor, elem: str, dtype: torch.dtype) -> Tenso
 
 
 @triton.jit
-def _place(R, C, SIDE: tl.constexpr):
-    """(rows, columns) of this program's tile of [R, C], int64 [SIDE] each: neighbours lie along the rows."""
+def _place(C, SIDE: tl.constexpr):
+    """(rows, columns) of this program's tile of C columns, int64 [SIDE] each: neighbours lie along the rows."""
     tiles = (C - 1) // SIDE + 1  # C may be the largest int32
     pid = tl.program_id(0)
     r = (pid // tiles).to(tl.int64) * SIDE + tl.arange(0, SIDE)
@@ -72,7 +72,7 @@ def _tile(x_ptr, r, c, R, C, row_stride, column_stride):
 @triton.jit
 def _amax_kernel(x_ptr, amax_ptr, R, C, row_stride, column_stride, SIDE: tl.constexpr):
     """The largest magnitude of x [R, C], as FP32 bits in an int32: ordered as magnitudes are, NaN above infinity."""
-    r, c = _place(R, C, SIDE)
+    r, c = _place(C, SIDE)
     bits = _tile(x_ptr, r, c, R, C, row_stride, column_stride).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     tl.atomic_max(amax_ptr, tl.reduce(tl.reduce(bits, 1, _elementwise_max), 0, _elementwise_max), sem="relaxed")
 
@@ -91,7 +91,7 @@ def _codes_kernel(
     scale = tl.where(scale > 3.4028234663852886e38, 3.4028234663852886e38, scale)
     if tl.program_id(0) == 0:
         tl.store(factor_ptr, tl.div_rn(1.0, scale))
-    r, c = _place(R, C, SIDE)
+    r, c = _place(C, SIDE)
     x = _tile(x_ptr, r, c, R, C, row_stride, column_stride)
     u = x * scale
     if CONVERTS:
@@ -134,14 +134,14 @@ def codes(x: Tensor, elem: str, along: bool, turned: bool) -> tuple[Tensor | Non
 
 
 def launch(
-    x: Tensor, out: Tensor | None, out_turned: Tensor | None, amax: Tensor, factor: Tensor, elem: str, native: bool
+    x: Tensor, out: Tensor | None, out_turned: Tensor | None, amax: Tensor, factor: Tensor, elem: str, own: bool
 ) -> tuple[tuple[int], dict, dict, dict]:
     """(grid, sizes, arguments, constants and options) of the kernel: what `codes` runs and `isa` compiles."""
     fmt, (rows, columns) = ELEMS[elem], x.shape
     grid = (triton.cdiv(rows, SIDE) * triton.cdiv(columns, SIDE),)
     sizes = {"R": rows, "C": columns, "row_stride": x.stride(0), "column_stride": x.stride(1)}
     arguments = {"x_ptr": x, "codes_ptr": out, "turned_ptr": out_turned, "amax_ptr": amax, "factor_ptr": factor}
-    constants = {"MAX": fmt.max, "MBITS": fmt.mbits, "BIAS": fmt.bias, "MAX_CODE": fmt.max_code, "CONVERTS": native}
+    constants = {"MAX": fmt.max, "MBITS": fmt.mbits, "BIAS": fmt.bias, "MAX_CODE": fmt.max_code, "CONVERTS": own}
     return grid, sizes, arguments, constants | {"SIDE": SIDE, "num_warps": 8, "enable_fp_fusion": False}
 
 
