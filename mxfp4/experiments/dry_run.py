@@ -26,6 +26,7 @@ from mxfp4.training import checkpoint
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.memory import Memory, estimate
 from mxfp4.training.packing_state import Packing, state_of
+from mxfp4.training.recompute import check_every
 
 GB = 1e9
 P1_GPUS = 8
@@ -121,12 +122,13 @@ def dry_run(
     """
     if plan.scale.jobs < 1:
         raise UserError(f"jobs={plan.scale.jobs} must be at least 1")
+    every = plan.scale.recompute_every if recompute_every is None else recompute_every
+    check_every(every)
     machine = machine_for(plan.scale.name, gpus, memory_gb)
     device = "cuda" if machine.gpus else "cpu"
     status = plan.status(store, device)
     left = [a.config for a in status if not a.done]
     ranks = plan.scale.ranks_on(machine.gpus)
-    every = plan.scale.recompute_every if recompute_every is None else recompute_every
     memory = _memories(left, ranks, device, plan, every, machine)
     at_a_time = 1 if ranks > 1 else plan.scale.jobs
     packings = tuple(state_of(c, v) for c, v in sorted({(a.corpus, a.model.vocab_size) for a in left}))

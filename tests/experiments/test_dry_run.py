@@ -101,6 +101,15 @@ def test_what_is_done_costs_nothing_and_gives_the_speed_of_the_rest(tmp_path):
     assert "records: 1 of 2 arms" in text(result) and "records of this scale" in text(result)
 
 
+def test_what_training_would_refuse_is_refused_with_nothing_left_to_train(tmp_path):
+    store, small = Store(tmp_path), plan("table1", "cpu", recipes=["bf16"], seeds=[0])
+    put(store, small.arms[0])
+    for refused in ({"recompute_every": -2}, {"memory_gb": -5}, {"gpus": -1}):
+        (value,) = refused.values()
+        with pytest.raises(UserError, match=f"={value} must be"):
+            dry_run(small, store, **refused)
+
+
 def test_scale_gpu_counts_the_arms_that_share_a_gpu(tmp_path):
     one, four = (dry_run(replace(p, scale=replace(p.scale, jobs=n)), Store(tmp_path), memory_gb=80)
                  for p in [plan("table1", "gpu", recipes=["mxfp4+h16"])] for n in (1, 40))  # fmt: skip
