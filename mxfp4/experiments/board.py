@@ -109,10 +109,12 @@ def _row(v: Verdict) -> str:
 
 
 def decided_by(v: Verdict) -> str:
-    """One or two sentences: what is measured, of which arms, and the rule."""
+    """One or two sentences: what is measured, of which arms, where it is read, and the rule."""
     c = v.claim
     what = " ".join((inspect.getdoc(METRICS[c.metric]) or "").split("\n\n")[0].split()).rstrip(".")
-    given = ", ".join(f"{k}={'/'.join(x) if isinstance(x, list) else x}" for k, x in c.arguments.items())
+    options = {k: p.default for k, p in inspect.signature(METRICS[c.metric]).parameters.items() if p.default is not p.empty}
+    shown = {k: x for k, x in {**c.arguments, **{k: c.arguments.get(k, x) for k, x in options.items()}}.items() if x}
+    given = ", ".join(f"{k}={'/'.join(x) if isinstance(x, list) else x}" for k, x in shown.items())
     return f"{what} ({given or c.metric}). It holds when that is {rule_text(c, v.effect)}."
 
 

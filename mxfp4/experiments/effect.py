@@ -30,7 +30,7 @@ class Effect:
     note: str = ""
     """What else a reader must know: seeds that diverged, a bound."""
     of: str = ""
-    """What a percentage is of, as it follows the number: "of fp8's tokens"."""
+    """What a percentage is of, or what a number borrows, as it follows the number: "of fp8's tokens"."""
 
 
 class NoEffect(UserError):

@@ -8,6 +8,7 @@ merged into the store, and a chapter shows what is there and names the command t
 from __future__ import annotations
 
 import html
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,9 @@ from mxfp4.experiments.plan import Plan, parts_of, plan
 from mxfp4.experiments.store import Store
 from mxfp4.experiments.study import Study, count, same_setting, studies
 from mxfp4.training.config import TrainConfig
+
+NAMED = 16
+"""How many arms without a run a page names."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Evidence:
     @property
     def partial(self) -> Partial:
         """A note that the page is partial; it shows nothing where no arm is missing."""
-        return Partial(len(self.missing), len(self.plan.arms), self.command)
+        return _partial(self.missing, self.plan.arms, self.command)
 
     def __repr__(self) -> str:
         names = self.study.names(*self.arms) if self.study else []
@@ -85,38 +89,54 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Partial:
-    """The one way in which a page says that it was made from a part of its runs."""
+    """The one way in which a page says that it was made from a part of its runs. A run is an arm in one seed."""
 
     missing: int
-    arms: int
+    runs: int
     command: str
+    absent: tuple[str, ...] = ()
+    """Arms without any run."""
 
     def text(self) -> str:
-        return (
-            f"<strong>Partial page</strong>: {self.missing} of {self.arms} arms are missing, so means, orders and "
+        said = (
+            f"<strong>Partial page</strong>: {self.missing} of {self.runs} runs are missing, so means, orders and "
             f"verdicts may still change; <code>{html.escape(self.command)}</code> adds them, "
             "<code>mxfp4 status</code> says what is in work."
         )
+        if not self.absent:
+            return said
+        names = ", ".join(f"<code>{html.escape(arm)}</code>" for arm in self.absent[:NAMED])
+        more = f" and {len(self.absent) - NAMED} more" if len(self.absent) > NAMED else ""
+        return f"{said} No run yet of {names}{more}."
 
     def _repr_html_(self) -> str:
         return f'<div class="mx-evidence"><p>{self.text()}</p></div>' if self.missing else ""
 
     def __repr__(self) -> str:
-        return f"partial: {self.missing} of {self.arms} arms are missing" if self.missing else ""
+        return f"partial: {self.missing} of {self.runs} runs are missing" if self.missing else ""
+
+
+def _partial(missing: Sequence[str], arms: Sequence[TrainConfig], command: str) -> Partial:
+    """missing: as recipe-sSEED, once for each setting of the plan that lacks it."""
+    planned = Counter(c.recipe for c in arms)
+    lacked = Counter(name.rpartition("-s")[0] for name in missing)
+    return Partial(len(missing), len(arms), command, tuple(r for r, n in planned.items() if lacked[r] == n))
 
 
 class Sources:
     """The studies and records that verdicts come from, displayed as a note for the foot of a page."""
 
     def __init__(self, verdicts: Iterable[Verdict]):
-        self.names: dict[str, set[str]] = {}
+        used: dict[str, tuple[Study, set[str]]] = {}
         for v in verdicts:
             if v.study is not None:
-                self.names.setdefault(v.study.describe(), set()).update(v.study.names(*v.claim.arms))
+                used.setdefault(v.study.describe(), (v.study, set()))[1].update(v.claim.arms)
+        self.names = {s.describe(*arms): s.names(*arms) for s, arms in used.values() if arms & s.arms.keys()}
+        """{what the records are: their run ids}."""
 
     def _repr_html_(self) -> str:
         parts = [
-            f"<p>{html.escape(said[:1].upper() + said[1:])}.</p>{_folded(sorted(n))}"
+            f"<p>{html.escape(said[:1].upper() + said[1:])}.</p>{_folded(n)}"
             for said, n in self.names.items()
         ]
         body = "".join(parts) or "<p>No records yet.</p>"
@@ -124,7 +144,7 @@ class Sources:
 
     def __repr__(self) -> str:
         return (
-            "; ".join(f"{said}: {', '.join(sorted(n))}" for said, n in self.names.items()) or "no records yet"
+            "; ".join(f"{said}: {', '.join(n)}" for said, n in self.names.items()) or "no records yet"
         )
 
 
@@ -152,8 +172,8 @@ def gather(
 
 def partial_of(parts: Sequence[Evidence]) -> Partial:
     """The note for a page that shows several settings of one plan."""
-    missing, arms = (sum(len(x) for x in lists) for lists in ([p.missing for p in parts], [p.plan.arms for p in parts]))
-    return Partial(missing, arms, parts[0].command if parts else "")
+    missing, arms = ([x for part in parts for x in of(part)] for of in (lambda p: p.missing, lambda p: p.plan.arms))
+    return _partial(missing, arms, parts[0].command if parts else "")
 
 
 def gather_each(
@@ -175,7 +195,8 @@ def gather_each(
         groups.append([config]) if group is None else group.append(config)
     candidates = studies(store.load(scale))
     fixed = bool(given) or name in wanted.scale.settings
-    return [_evidence(replace(wanted, arms=tuple(g)), candidates, fixed) for g in groups]
+    # Of several settings the first is the scale's own: no study of text stands in for another source or size.
+    return [_evidence(replace(wanted, arms=tuple(g)), candidates, fixed or i > 0) for i, g in enumerate(groups)]
 
 
 def _evidence(wanted: Plan, candidates: list[Study], fixed: bool) -> Evidence:

@@ -17,6 +17,13 @@ def _scale(arms: Sequence[str]) -> alt.Scale:
     return alt.Scale(domain=list(arms), range=[PALETTE[i % len(PALETTE)] for i in range(len(arms))])
 
 
+def _arm_scale(arms: Sequence[str]) -> alt.Scale:
+    """As `_scale`, but FP8 is grey: the other arms of a page keep their colours where it is the reference and not drawn."""
+    others = [c for c in PALETTE if c != PALETTE[6]] if "fp8" in arms else PALETTE
+    rest = iter(others[i % len(others)] for i in range(len(arms)))
+    return alt.Scale(domain=list(arms), range=[PALETTE[6] if arm == "fp8" else next(rest) for arm in arms])
+
+
 def _tokens(frame: pd.DataFrame) -> tuple[float, str]:
     size = frame["tokens"].max()
     return next(
@@ -34,7 +41,7 @@ def learning_curves(
     arms = list(dict.fromkeys(frame["arm"]))
     chosen = alt.selection_point(fields=["arm"], bind="legend")
     x = alt.X("x:Q", title=x_title, scale=alt.Scale(zero=False, nice=False))
-    colour = alt.Color("arm:N", title=None, scale=_scale(arms), sort=arms, legend=alt.Legend(symbolOpacity=1))
+    colour = alt.Color("arm:N", title=None, scale=_arm_scale(arms), sort=arms, legend=alt.Legend(symbolOpacity=1))
     base = alt.Chart(frame.assign(x=frame["tokens"] / unit)).encode(x=x, color=colour)
     band = base.mark_area().encode(
         y=alt.Y("low:Q", title=y_title, scale=alt.Scale(zero=False)), y2="high:Q",
@@ -147,7 +154,7 @@ def overhead_by_target(frame: pd.DataFrame, *, title: str, reference: str) -> al
     arms = list(dict.fromkeys(frame["arm"]))
     base = alt.Chart(frame).encode(
         x=alt.X("at:Q", title=f"target: loss of {reference} at this percentage of its budget", scale=alt.Scale(zero=False)),
-        color=alt.Color("arm:N", title=None, scale=_scale(arms), sort=arms),
+        color=alt.Color("arm:N", title=None, scale=_arm_scale(arms), sort=arms, legend=alt.Legend(symbolOpacity=1)),
     )
     y = alt.Y("overhead:Q", title="token overhead, percent")
     tips = ["arm", "at", *(alt.Tooltip(f"{name}:Q", format="+.1f") for name in ("overhead", "low", "high"))]

@@ -23,6 +23,7 @@ from mxfp4.experiments.diagnostics import (
 )  # fmt: skip
 from mxfp4.experiments.effect import NoProbe
 from mxfp4.experiments.study import Study
+from mxfp4.training.recipe import recipe
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,13 @@ def correlation(table: pd.DataFrame, name: str) -> str:
         return f"There are too few arms ({len(finite)}) to rank.{left}"
     rank = finite["mean"].rank().corr(finite["gap"].rank())
     return f"Over {len(finite)} arms the rank correlation of {name} with the final loss is {rank:+.2f}.{left}"
+
+
+def square_blocks(table: pd.DataFrame) -> str:
+    """Where square blocks stand among the arms of `diagnostics.against_loss` of a mismatch, or that there are none."""
+    if any(recipe(arm).operands()["fprop", "w"].transposable for arm in table["arm"]):
+        return "Square blocks stand at zero, on top"
+    return "No arm here has square blocks, which would stand at zero, so nothing here says what consistency is worth"
 
 
 def explanation(study: Study, source: str = "bf16") -> Finding:

@@ -100,7 +100,8 @@ def _tokens_of(reference: str) -> str:
 
 
 def overhead(study: Study, *, arm: str, reference: str = "fp8", at: float = AT) -> Effect:
-    """Extra tokens of `arm` to the target loss, as a share of the reference's."""
+    """Extra tokens of `arm` to the loss that the reference has at the share `at` of its budget, as a share of the
+    reference's."""
     target = target_loss(study, reference, at)
     found = _overheads(study, arm, reference, target)
     values = {s: o.value for s, o in found.items()}
@@ -137,7 +138,8 @@ def _noisy(
 def overhead_difference(
     study: Study, *, arm: str, against: str, reference: str = "fp8", at: float = AT
 ) -> Effect:
-    """Overhead of `arm` less that of `against`, paired by seed: 0.1 is ten percent points more tokens."""
+    """Overhead of `arm` less that of `against`, each to the loss that the reference has at the share `at` of its budget,
+    paired by seed: 0.1 is ten percent points more tokens."""
     target = target_loss(study, reference, at)
     a, b = _overheads(study, arm, reference, target), _overheads(study, against, reference, target)
     shared = {s for s in a.keys() & b.keys() if not (a[s].bound and b[s].bound)}
@@ -157,8 +159,8 @@ def overhead_difference(
 
 
 def convergence(study: Study, *, arm: str, reference: str = "fp8", at: float = 0.5) -> Effect:
-    """Share of the seeds in which `arm` reaches, within its budget, the loss that the reference has at `at`
-    of it.
+    """Share of the seeds in which `arm` reaches, within its budget, the loss that the reference has at the share `at` of
+    its own.
 
     As in P1, a run that diverges has not converged, even if it had reached that loss before.
     """
@@ -232,22 +234,39 @@ def remaining_gap(study: Study, *, arm: str, against: str, reference: str = "fp8
 
 
 def roughness(study: Study, *, arm: str, reference: str = "fp8") -> Effect:
-    """Root mean square second difference of the later half of the evaluation curve, over the reference's."""
+    """Scatter over seeds of the second differences of the later half of the evaluation curve, over the reference's: what
+    the seeds of an arm share is the bend of its curve, and no roughness.
 
-    def rough(curve: pd.DataFrame) -> float:
-        losses = curve.dropna(subset="eval_loss").sort_values("tokens")["eval_loss"].to_numpy()
-        second = np.diff(losses[len(losses) // 2 :], 2)
-        return float(np.sqrt(np.mean(second**2))) if len(second) else math.nan
+    The interval is that of a ratio of two standard deviations. Second differences of independent errors correlate by
+    -2/3 and 1/6 with their neighbours, so that n of them have the freedom of 18/35 n.
+    """
+    tables = [_second_differences(study, name) for name in (arm, reference)]
+    shared = sorted(set.intersection(*(set(t.columns) for t in tables)))
+    if len(shared) < 2:
+        raise NoEffect("the bend of a curve is told from its roughness by two seeds or more")
+    points = tables[0].index.intersection(tables[1].index)
+    rest = [t.loc[points, shared].sub(t.loc[points, shared].mean(axis=1), axis=0).to_numpy() for t in tables]
+    ours, theirs = (math.sqrt((r**2).sum()) for r in rest)
+    if not len(points) or not theirs > 1e-9:
+        raise NoEffect(f"the curves of {reference} differ by nothing that could be rough")
+    freedom = (len(shared) - 1) * len(points) * 18 / 35
+    rng = np.random.default_rng(1)
+    a, b = rng.chisquare(freedom, (2, efficiency.DRAWS))
+    low, high = resample.interval(ours / theirs * np.sqrt(b / a))
+    over = "the points of the curves in all seeds"
+    return Effect(ours / theirs, low, high, "ratio", tuple(shared), over, divergence_note(study, arm))
 
-    a, b = study.curves(arm), study.curves(reference)
-    return estimate(
-        {s: rough(a[s]) / rough(b[s]) for s in a.keys() & b.keys()}, "ratio", divergence_note(study, arm)
-    )
+
+def _second_differences(study: Study, arm: str) -> pd.DataFrame:
+    """[tokens, seed] second differences of the later half of the evaluations that every run of `arm` reached."""
+    curves = {s: c.dropna(subset="eval_loss").set_index("tokens")["eval_loss"] for s, c in study.curves(arm).items()}
+    table = pd.DataFrame(curves).sort_index().dropna()
+    return table.iloc[len(table) // 2 :].diff().diff().dropna()
 
 
 def published_order(study: Study, *, reference: str = "fp8", at: float = AT) -> Effect:
-    """Share of the pairs of Table 1 whose order of overhead is the published one; pairs that it ranks equal
-    are out."""
+    """Share of the pairs of Table 1 whose order of overhead, at the share `at` of the reference's budget, is the published
+    one, mean over seeds; pairs that it ranks equal are out."""
     table = published.table1()
     target = target_loss(study, reference, at)
     found = {arm: _overheads(study, arm, reference, target) for arm in table["recipe"]}
@@ -262,12 +281,13 @@ def published_order(study: Study, *, reference: str = "fp8", at: float = AT) -> 
 
 
 def end_to_end(study: Study, *, arm: str, reference: str = "fp8", at: float = AT) -> Effect:
-    """P1's step speed-up over (1 + our overhead): above 1 the faster steps pay. Our own steps emulate FP4."""
+    """P1's step speed-up over (1 + our overhead, read at the share `at` of the reference's budget): above 1 steps as fast
+    as P1's would pay. Our own steps emulate FP4 and are in it nowhere."""
     o = overhead(study, arm=arm, reference=reference, at=at)
     speed = published.figure("step-speed")
     value, high, low = (float(efficiency.speedup(speed.low, x)) for x in (o.value, o.low, o.high))
     note = "; ".join(p for p in (o.note, f"step speed {speed.text} from {speed.source}") if p)
-    return replace(o, value=value, low=low, high=high, unit="ratio", note=note, of="")
+    return replace(o, value=value, low=low, high=high, unit="ratio", note=note, of="at P1's step speed")
 
 
 def measured_end_to_end(study: Study, *, arm: str, reference: str = "fp8", at: float = AT) -> Effect:

@@ -9,7 +9,7 @@ Three values that happen to have one sign have a bootstrap interval on that side
 in four times. All arms of a study tell together, and with many degrees of freedom, how far a run lies from what its arm
 and its seed have in common with others: the **scatter**, what is left of arm x seed once the means of arms and of seeds
 are out. Runs that give the same bits when repeated have it too: it is of other seeds. No interval is narrower than
-Student's, made from the scatter; of two arms alone, or of one value a seed (a roughness, an order, a slope), that is
+Student's, made from the scatter; of two arms alone, or of one value a seed (an order, a slope), that is
 the paired t interval. The arms are taken to scatter alike: the interval of one that scatters more than the others is
 too narrow.
 

@@ -85,6 +85,13 @@ def benched(name: str) -> tuple[pd.DataFrame, str]:
     return frame, f"{kernel_tables.device(name)}, {paths}"
 
 
+def other_fp8(machine: str, study: Study) -> str:
+    """A sentence where a benchmark, by the words of `benched`, multiplied FP8 in another way than the runs of a study."""
+    if f"FP8 {study.fp8_path}" in machine:
+        return ""
+    return f" FP8 is {study.fp8_path} in the runs above and was not in this benchmark, so its bar is not what FP8 costs them."
+
+
 def block_sizes(name: str) -> pd.DataFrame:
     """source, quantity, ratio (H16's speed over H32's) of whole steps; P1's figure is of kernels."""
     figure = published.figure("h16-h32")

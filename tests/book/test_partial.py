@@ -61,4 +61,4 @@ def test_a_half_done_run_is_shown_and_called_partial(path, half):
     pages = [v._repr_html_() for v in shown(path, half) if hasattr(v, "_repr_html_")]
     notes = [page for page in pages if "Partial page" in page]
     assert notes, f"{path.stem} does not say that it is partial"
-    assert all("mxfp4 train --plan" in note and "arms are missing" in note for note in notes)
+    assert all("mxfp4 train --plan" in note and "runs are missing" in note for note in notes)

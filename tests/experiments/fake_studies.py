@@ -58,10 +58,12 @@ def curve(c: TrainConfig, slowdown: float = 1.0, offset: float = 0.0, until: int
 
 def put(
     store: Store, c: TrainConfig, *, slowdown=1.0, offset=0.0, diverged_at=None, probes=(), speed=1000.0, arms_on_device=1,
-    windows=(-0.3, -0.1, 0.15, 0.25), corpus="fake",
+    windows=(-0.3, -0.1, 0.15, 0.25), corpus="fake", wobble=(),
 ) -> None:
-    """windows: what each evaluation window's loss is above their mean, at the end."""
+    """windows: what each evaluation window's loss is above their mean, at the end. wobble: added to the evaluations."""
     rows = curve(c, slowdown, offset, diverged_at)
+    for row, extra in zip(rows, wobble, strict=False):
+        row["eval_loss"] += float(extra)
     status, step = ("diverged", diverged_at) if diverged_at else ("finished", c.steps)
     outcome = {
         "status": status,

@@ -10,7 +10,7 @@ from fake_studies import BIG, SMALL, config, fill, probe_rows, put
 
 from mxfp4.errors import UserError
 from mxfp4.experiments import cli, published
-from mxfp4.experiments.board import Board
+from mxfp4.experiments.board import Board, decided_by
 from mxfp4.experiments.claims import (
     VERDICTS,
     decide,
@@ -21,6 +21,7 @@ from mxfp4.experiments.claims import (
     rule_text,
 )
 from mxfp4.experiments.effect import Effect
+from mxfp4.experiments.metrics import AT
 from mxfp4.experiments.scales import SCALES
 from mxfp4.experiments.store import Store
 from mxfp4.training.paths import project_dir
@@ -344,7 +345,7 @@ def test_a_percentage_says_what_it_is_of(store):
     order = verdicts["table1-order"]
     assert order.effect.of == "of the 13 pairs that Table 1 orders"
     assert order.effect.of in Board([order])._repr_html_() and order.to_dict()["effect"]["of"] == order.effect.of
-    assert not verdicts["h4-net"].effect.of, "a ratio is of nothing"
+    assert not verdicts["fig2-rough"].effect and not verdicts["p2-2d"].effect.of, "a difference of losses is of nothing"
 
 
 def test_published_figures_have_a_source_and_a_mark():
@@ -352,6 +353,13 @@ def test_published_figures_have_a_source_and_a_mark():
         assert figure.source and figure.mark in published.MARKS and figure.text, name
     with pytest.raises(UserError, match="mark 'P9' is not known"):
         published.Figure("x", "y", "P9")
+
+
+def test_what_a_metric_assumes_is_said_and_whose_step_speed_it_is(store):
+    fill(store, {"fp8": 1.0, "mxfp4+h16": 1.08})
+    (v,) = judge_all([c for c in load_ledger() if c.id == "h4-net"], store.load())
+    assert "reference=fp8" in decided_by(v) and f"at={AT}" in decided_by(v)
+    assert v.effect.of == "at P1's step speed" and v.reason == "holds when above 1x at P1's step speed"
 
 
 def test_claims_of_one_kind_of_study_are_not_decided_by_another(store):

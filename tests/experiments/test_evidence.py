@@ -4,13 +4,15 @@ rounding."""
 import math
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 from fake_studies import config, fill, put
 
 from mxfp4.errors import UserError
-from mxfp4.experiments import curves, figures, logs, metrics, published
+from mxfp4.experiments import curves, figures, findings, logs, metrics, published
 from mxfp4.experiments.charts import render
-from mxfp4.experiments.evidence import Sources, gather, gather_each
+from mxfp4.experiments.claims import judge_all, load_ledger
+from mxfp4.experiments.evidence import NAMED, Partial, Sources, gather, gather_each
 from mxfp4.experiments.rounding_bias import PRESCALED, bias_summary, sr_bias_frame
 from mxfp4.experiments.scales import SCALES
 from mxfp4.experiments.store import Store
@@ -139,6 +141,31 @@ def test_gather_says_what_is_missing(tmp_path):
         gather("p2", "mi355x", store=store).need()
 
 
+def test_arms_without_a_run_are_named_and_those_with_one_are_not(tmp_path):
+    store = Store(tmp_path)
+    for recipe in ("bf16", "fp8"):
+        put(store, SCALES["gpu"].config(recipe, 0))
+    page = gather("others", "gpu", store=store)._repr_html_()
+    assert "22 of 24 runs are missing" in page and "<code>quartet</code>" in page and "<code>fp8</code>" not in page
+    partial = Partial(40, 60, "c", tuple(f"arm{i}" for i in range(NAMED + 3)))
+    assert f"arm{NAMED - 1}</code> and 3 more" in partial.text() and f"arm{NAMED}<" not in partial.text()
+
+
+def test_a_study_of_text_does_not_count_for_the_other_settings_of_a_plan(tmp_path):
+    store = Store(tmp_path)
+    put(store, SCALES["gpu"].config("bf16", 0))
+    whole = gather("all", "gpu", store=store)
+    assert len(whole.missing) == len(whole.plan.arms) - 1
+
+
+def test_sources_count_the_arms_that_verdicts_are_of(tmp_path):
+    store = fill(Store(tmp_path), {"bf16": 1.0, "fp8": 1.0, "mxfp4": 1.2, "mxfp4+h16": 1.1, "ti2d": 1.0})
+    claim = next(c for c in load_ledger() if c.id == "h3-loss")
+    sources = Sources(judge_all([claim], store.load()))
+    ((said, names),) = sources.names.items()
+    assert "3 arms" in said and len(names) == 9 and not any(n.startswith(("ti2d", "bf16")) for n in names)
+
+
 def test_gather_falls_back_to_other_settings_and_says_so(tmp_path):
     store = fill(Store(tmp_path), {"bf16": 1.0, "fp8": 1.0}, seeds=(0,))
     evidence = gather("table1", "gpu", store=store)
@@ -149,6 +176,20 @@ def test_gather_falls_back_to_other_settings_and_says_so(tmp_path):
     )
     with pytest.raises(UserError, match="no records"):
         gather("table1", "gpu", store=store, steps=77).need()
+
+
+def test_square_blocks_are_spoken_of_where_there_are_any():
+    said = [findings.square_blocks(pd.DataFrame({"arm": ["mxfp4", other]})) for other in ("mxfp4+2d", "mxfp4+2d+h16")]
+    assert said[0].startswith("Square blocks stand at zero") and said[1].startswith("No arm here has square blocks")
+
+
+def test_an_arm_keeps_its_colour_where_fp8_is_not_drawn(study):
+    arms = ["fp8", "mxfp4", "mxfp4+h16"]
+    with_fp8 = figures.learning_curves(curves.mean_curves(study, arms), y="loss", title="T", y_title="nats")
+    without = figures.learning_curves(curves.difference_curves(study, arms, "fp8"), y="difference", title="T", y_title="nats")
+    scales = [chart.to_dict()["layer"][0]["encoding"]["color"]["scale"] for chart in (with_fp8, without)]
+    colours = [dict(zip(s["domain"], s["range"], strict=True)) for s in scales]
+    assert "fp8" in colours[0] and colours[1] == {arm: colours[0][arm] for arm in arms[1:]}
 
 
 def test_sources_without_records():

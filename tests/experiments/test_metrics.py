@@ -216,3 +216,22 @@ def test_arms_of():
     assert set(metrics.arms_of("published_order", {})) > {"fp8", "mxfp4+rht16"}
     assert metrics.arms_of("interaction", {"arms": ["a", "b", "c", "d"]}) == ("a", "b", "c", "d")
     assert all(METRICS[name].__doc__ for name in METRICS)
+
+
+def test_roughness_is_what_seeds_do_not_share(tmp_path):
+    """A bend that all runs have is not rough; errors of every evaluation are, by the ratio of their sizes."""
+    store, rng = Store(tmp_path), np.random.default_rng(0)
+    for arm, size, slowdown in (("fp8", 0.002, 1.0), ("mxfp4", 0.006, 3.0), ("mxfp4+h16", 0.002, 3.0)):
+        for seed in range(3):
+            put(store, config(arm, seed), slowdown=slowdown, wobble=size * rng.standard_normal(21))
+    (study,) = studies(store.load())
+    rough, smooth = (metrics.roughness(study, arm=arm) for arm in ("mxfp4", "mxfp4+h16"))
+    assert rough.low > 1 and rough.low < 3 < rough.high and rough.seeds == (0, 1, 2)
+    assert smooth.low < 1 < smooth.high, "a curve that bends otherwise is not smoother or rougher for that"
+
+
+def test_roughness_needs_seeds_and_curves_that_differ(tmp_path):
+    with pytest.raises(NoEffect, match="two seeds or more"):
+        metrics.roughness(study_of(tmp_path / "a", {"fp8": 1.0, "mxfp4": 1.1}, seeds=(0,)), arm="mxfp4")
+    with pytest.raises(NoEffect, match="differ by nothing"):
+        metrics.roughness(study_of(tmp_path / "b", {"fp8": 1.0, "mxfp4": 1.1}), arm="mxfp4")

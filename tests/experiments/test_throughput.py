@@ -102,6 +102,11 @@ def test_a_benchmark_is_read_against_fp8(bench):
     assert list(sizes["ratio"]) == [published.figure("h16-h32").low, pytest.approx(1.04)]
 
 
+def test_a_benchmark_with_another_fp8_than_the_runs_says_so(study):
+    assert study.fp8_path == "emulated" and throughput.other_fp8("a chip, FP8 emulated, FP4 emulated", study) == ""
+    assert "FP8 is emulated in the runs above" in throughput.other_fp8("a chip, FP8 native, FP4 emulated", study)
+
+
 def test_without_a_benchmark(bench):
     frame, machine = throughput.benched("none")
     assert frame.empty and machine == "not run" and len(throughput.block_sizes("none")) == 1
