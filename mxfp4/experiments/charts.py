@@ -203,6 +203,6 @@ def _cell(value: Any, how: str | Callable[[Any], str] | None, missing: str) -> s
         text = format(value, how)
     else:
         text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    text = html.escape(text.replace("-", "\u2212", 1) if text[:1] == "-" and text[1:2].isdigit() else text)
+    text = html.escape(re.sub(r"(^|\[| )-(?=[\d∞])", "\\1\u2212", text))  # a minus, not the dash of 8-9 or of a name
     # A name of an instruction is one word, wider than a column: it may break where its parts meet.
     return re.sub(r"\S{20,}", lambda word: re.sub(r"(::|[._])(?=\w)", r"\1<wbr>", word[0]), text)

@@ -9,6 +9,7 @@ import html
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 
 from mxfp4.experiments.diagnostics import (
@@ -163,10 +164,21 @@ def correlation(table: pd.DataFrame, name: str) -> str:
     finite = table[table["gap"].abs() < math.inf]
     gone = sorted(set(table["arm"]) - set(finite["arm"]))
     left = f" Not drawn, as it diverged: {', '.join(gone)}." if gone else ""
-    if len(finite) < 4 or finite["mean"].nunique() < 2:
+    if len(finite) < 4 or finite[["mean", "gap"]].nunique().min() < 2:
         return f"There are too few arms ({len(finite)}) to rank.{left}"
-    rank = finite["mean"].rank().corr(finite["gap"].rank())
-    return f"Over {len(finite)} arms the rank correlation of {name} with the final loss is {rank:+.2f}.{left}"
+    ranks = [finite[column].rank().to_numpy() for column in ("mean", "gap")]
+    rank = np.corrcoef(ranks)[0, 1]
+    return (
+        f"Over {len(finite)} arms the rank correlation of {name} with the final loss is {rank:+.2f}; of arms in random order "
+        f"one in twenty lies beyond ±{_by_chance(*ranks):.2f}.{left}"
+    )
+
+
+def _by_chance(a: np.ndarray, b: np.ndarray, draws: int = 10_000) -> float:
+    """The size of correlation of `a` with `b` that one random order of `b` in twenty exceeds."""
+    orders = np.random.default_rng(0).permuted(np.tile(b - b.mean(), (draws, 1)), axis=1)
+    found = orders @ (a - a.mean()) / np.sqrt(((a - a.mean()) ** 2).sum() * ((b - b.mean()) ** 2).sum())
+    return float(np.quantile(np.abs(found), 0.95))
 
 
 def square_blocks(table: pd.DataFrame) -> str:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
-import pandas as pd
 
 from mxfp4.errors import UserError
 from mxfp4.experiments import efficiency, published, resample
@@ -31,6 +30,7 @@ from mxfp4.experiments.effect import (
     widened,
 )  # fmt: skip
 from mxfp4.experiments.probe_metrics import predicts_loss, probe, probe_difference
+from mxfp4.experiments.roughness import roughness
 from mxfp4.experiments.store import Record
 from mxfp4.experiments.study import Study
 
@@ -231,37 +231,6 @@ def remaining_gap(study: Study, *, arm: str, against: str, reference: str = "fp8
             low, high = -math.inf, math.inf
             note = "; ".join(p for p in (note, f"{against} is not behind {reference} beyond doubt") if p)
     return Effect(value, low, high, "part", tuple(shared), over, note, f"of {against}'s gap to {reference}")
-
-
-def roughness(study: Study, *, arm: str, reference: str = "fp8") -> Effect:
-    """Scatter over seeds of the second differences of the later half of the evaluation curve, over the reference's: what
-    the seeds of an arm share is the bend of its curve, and no roughness.
-
-    The interval is that of a ratio of two standard deviations. Second differences of independent errors correlate by
-    -2/3 and 1/6 with their neighbours, so that n of them have the freedom of 18/35 n.
-    """
-    tables = [_second_differences(study, name) for name in (arm, reference)]
-    shared = sorted(set.intersection(*(set(t.columns) for t in tables)))
-    if len(shared) < 2:
-        raise NoEffect("the bend of a curve is told from its roughness by two seeds or more")
-    points = tables[0].index.intersection(tables[1].index)
-    rest = [t.loc[points, shared].sub(t.loc[points, shared].mean(axis=1), axis=0).to_numpy() for t in tables]
-    ours, theirs = (math.sqrt((r**2).sum()) for r in rest)
-    if not len(points) or not theirs > 1e-9:
-        raise NoEffect(f"the curves of {reference} differ by nothing that could be rough")
-    freedom = (len(shared) - 1) * len(points) * 18 / 35
-    rng = np.random.default_rng(1)
-    a, b = rng.chisquare(freedom, (2, efficiency.DRAWS))
-    low, high = resample.interval(ours / theirs * np.sqrt(b / a))
-    over = "the points of the curves in all seeds"
-    return Effect(ours / theirs, low, high, "ratio", tuple(shared), over, divergence_note(study, arm))
-
-
-def _second_differences(study: Study, arm: str) -> pd.DataFrame:
-    """[tokens, seed] second differences of the later half of the evaluations that every run of `arm` reached."""
-    curves = {s: c.dropna(subset="eval_loss").set_index("tokens")["eval_loss"] for s, c in study.curves(arm).items()}
-    table = pd.DataFrame(curves).sort_index().dropna()
-    return table.iloc[len(table) // 2 :].diff().diff().dropna()
 
 
 def published_order(study: Study, *, reference: str = "fp8", at: float = AT) -> Effect:

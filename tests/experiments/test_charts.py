@@ -107,6 +107,15 @@ def test_page_script_uses_the_theme_of_the_package():
         assert f'{ground}: {{ ink: "{ink}", muted: "{muted}", grid: "{grid}" }}' in script
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("-0.2 [-4.2, +4.0]", "\u22120.2 [\u22124.2, +4.0]"), ("-0.1 [-\u221e, -0.1]", "\u22120.1 [\u2212\u221e, \u22120.1]"),
+     ("8-9 %", "8-9 %"), ("mxfp4-fprop", "mxfp4-fprop"), ("E4M3 - 2", "E4M3 - 2")],
+)  # fmt: skip
+def test_a_minus_is_a_minus_at_both_ends_of_an_interval(text, shown):
+    assert f"<td>{shown}</td>" in table_html(pd.DataFrame({"a": [text]}), caption="c")
+
+
 def test_table():
     frame = pd.DataFrame({"arm": ["<a>", None], "loss": [-1.25, float("nan")], "n": [1000, 2]})
     markup = table_html(

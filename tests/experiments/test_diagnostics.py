@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -207,3 +208,12 @@ def test_bias_by_rule_takes_each_arms_own_tensors():
     arms = {"mxfp4": ("even", "nearest"), "mxfp4+sr": ("even", "sr"), "mxfp4+rceil": ("rceil", "nearest")}
     table = diagnostics.bias_by_rule(rows, arms, {("wgrad", "g"): "G in Wgrad"})
     assert table.to_dict("list") == {"rule": ["even"] * 2, "rounding": ["nearest", "sr"], "value": [-0.01, -0.02]}
+
+
+@pytest.mark.parametrize(("arms", "beyond"), [(4, 1.0), (9, 0.68), (60, 0.25)])
+def test_a_correlation_is_printed_with_what_chance_gives(arms, beyond):
+    table = pd.DataFrame({"arm": [f"a{i}" for i in range(arms)], "mean": np.arange(arms) / 7, "gap": np.arange(arms)[::-1] * 0.01})
+    said = findings.correlation(table, "the error")
+    assert f"Over {arms} arms the rank correlation of the error with the final loss is -1.00" in said
+    assert float(said.split("±")[1].rstrip(".")) == pytest.approx(beyond, abs=0.03)
+    assert "too few arms" in findings.correlation(table.assign(gap=0.1), "the error")
