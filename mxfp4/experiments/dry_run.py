@@ -217,7 +217,8 @@ def _too_full(disk, free: float, folder: Path, machine: Machine) -> list[str]:
 def text(result: DryRun) -> str:
     """The answer as it is printed."""
     parts = [_head(result), _arms(result), _memory_text(result), _disk_text(result), _there(result)]
-    verdict = [f"cannot run: {p}" for p in result.problems] or ["nothing found that keeps it from running"]
+    where = "" if result.machine.here else " on such a machine, which this is not"
+    verdict = [f"cannot run: {p}" for p in result.problems] or [f"nothing found that keeps it from running{where}"]
     return "\n\n".join([*parts, "\n".join(verdict)])
 
 

@@ -51,9 +51,14 @@ def run_plan(
     checkpoints. last_start: begin no arm after so many minutes, and finish those in work. progress: a bar, where
     stderr is a terminal, and a line that names what is there already. keep_weights: leave the trained weights too, in
     runs/weights; an arm that has none is missing, and keeps its record. Every rank of torchrun calls it; all get the
-    summary. Raises UserError when the corpus cannot be had, or there are fewer GPUs than the scale's arms need.
+    summary. Raises UserError when the corpus cannot be had, or there are no GPUs, or fewer, than the scale's arms need.
     """
     device = torch.device(device) if device is not None else default_device()
+    if plan.scale.capture and device.type != "cuda":
+        raise UserError(
+            f"scale {plan.scale.name!r} trains on a GPU, and device {device.type!r} is none: see `mxfp4 doctor --scale "
+            f"{plan.scale.name}`"
+        )
     options = {"corpus": corpus, "max_minutes": max_minutes, "last_start": last_start, "keep_weights": keep_weights}
     if parallel.launched():
         if jobs is not None and jobs != 1:

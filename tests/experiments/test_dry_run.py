@@ -55,6 +55,7 @@ def test_papers_scale_on_any_machine(tmp_path):
     for part in ("1.04 ", "(MLPerf v5.1 logs (log))", "unknown: 1", "own are unknown", "12 T V", "gated"):
         assert part in said, part
     assert re.search(r"175\.\d+ GB  packed tokens of c4\n", said) and "nothing found that keeps it" in said
+    assert said.endswith("on such a machine, which this is not")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -153,6 +153,11 @@ def test_running_twice_trains_once_and_says_so(store, capsys):
     assert len(store.load("cpu")) == 4 and not store.begun()
 
 
+def test_a_scale_for_a_gpu_is_refused_elsewhere_before_its_corpus_is_packed(store):
+    with pytest.raises(UserError, match="scale 'gpu' trains on a GPU, and device 'cpu' is none"):
+        run_plan(plan("table1", "gpu", recipes=["bf16"], seeds=[0]), store, device="cpu")
+
+
 def test_what_is_left_and_what_it_costs(store):
     wanted = small()
     assert [a.seconds for a in wanted.status(store, "cpu")] == [None] * 4

@@ -22,7 +22,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compile every kernel of each target and print one line a kernel."""
     if importlib.util.find_spec("triton") is None:
-        raise UserError("mxfp4 isa compiles with Triton, which is not installed: pip install 'mxfp4[triton]'")
+        raise UserError(
+            "mxfp4 isa compiles with Triton, which this CPU build of PyTorch comes without: pip install --no-deps -r "
+            "requirements-interpreter.txt, as `make test` does"
+        )
     from mxfp4.numerics import isa
 
     reports = []
