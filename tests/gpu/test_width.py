@@ -1,5 +1,6 @@
 """The demonstration at full width, small and on the CPU: killed where a checkpoint is whole, else it says so."""
 
+import json
 import re
 import subprocess
 import sys
@@ -19,8 +20,10 @@ def done(tmp_path_factory):
     (folder / "bf16" / f"step-{SAVE:08d}").touch()
     command = [sys.executable, "-W", "ignore", SCRIPT, "--tiny", "--ranks", "2", "--then", "1", "--seq", "32"]
     command += ["--save", SAVE, "--kill", KILL, "--steps", STEPS, "--recipes", "mxfp4+h16", "bf16", "--folder", folder]
-    words = [str(word) for word in command]
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    words = [str(word) for word in [*command, "--json", folder / "width.json"]]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    ended.rows = json.loads((folder / "width.json").read_text())["rows"]
+    return ended
 
 
 def test_a_run_is_killed_where_its_checkpoint_is_whole_and_goes_on_from_it(done):
@@ -43,3 +46,11 @@ def test_without_a_whole_checkpoint_it_runs_to_its_end_and_fails(done):
     assert done.returncode == 1
     assert f"bf16: no checkpoint was whole before the last step, {STEPS}" in done.stderr
     assert "bf16         1 ranks" not in done.stdout
+
+
+def test_the_file_holds_what_was_printed_of_runs_that_ended_as_meant(done):
+    before, after = done.rows
+    assert (before["recipe"], before["ranks"], before["saved"]) == ("mxfp4+h16", 2, SAVE) and before["killed"] >= KILL
+    assert (after["recipe"], after["ranks"], after["from"], after["status"]) == ("mxfp4+h16", 1, SAVE, "finished")
+    assert f"{before['tokens_per_second']:.0f} tokens/s" in done.stdout and len(before["peak_bytes"]) == 2
+    assert f"evaluation {after['loss']:.3f}" in done.stdout and before["estimated_bytes"] > after["estimated_bytes"] / 2

@@ -7,13 +7,15 @@
 For each recipe a run on `--ranks` GPUs saves a checkpoint after step `--save`, beside its training, and is killed
 (kill -9 of every rank) at the first step from `--kill` on at which that is whole; a second run, on `--then` GPUs, goes
 on from it to the end. Each prints tokens/s, over the steps after the first WARM_UP and with what saving costs; the peak
-of allocated memory of each rank beside the dry run's estimate; and where the time of rank 0 went. The text is
-synthetic: nothing to prepare. Ranks are forked from a server that has torch loaded, as those of `mxfp4 train` are.
+of allocated memory of each rank beside the dry run's estimate; and where the time of rank 0 went; --json keeps all of
+it (runs/bench/width-h200.json is what the book shows). The text is synthetic: nothing to prepare. Ranks are forked
+from a server that has torch loaded, as those of `mxfp4 train` are.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import signal
@@ -30,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from mxfp4.experiments import bench  # noqa: E402
 from mxfp4.experiments.scales import MI355X  # noqa: E402
 from mxfp4.numerics.path import fp8_path, matmul_path  # noqa: E402
 from mxfp4.training import checkpoint, loop, parallel, sharded  # noqa: E402
@@ -59,6 +62,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")
     parser.add_argument("--folder", type=Path, help="where checkpoints go (default: a temporary folder)")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     return parser.parse_args(arguments)
 
 
@@ -127,26 +131,37 @@ def work(
     arm, folder = config(args, recipe), args.folder / recipe
     corpus = SyntheticCorpus(arm.model.vocab_size)
     ticks: dict[int, float] = {}
-    clock, writing, at = Clock(started), {}, 0
+    clock, writing, row, at = Clock(started), {}, {}, 0
     clock.lap("start")
     clock.around(loop, "_model", "model")
     clock.around(Checkpoints, "load", "load")
     time_writing(writing)
     Checkpoints.due = lambda _: killed and at == args.save  # not by the clock: how fast the GPU is decides nothing
 
+    def keep(figures: dict) -> None:
+        (meeting / "figures.json").write_text(json.dumps(figures))
+
     def report(ranks: parallel.Ranks) -> None:
         peaks = ranks.gather(torch.cuda.max_memory_allocated(device) if gpu else 0)
         if ranks.rank:
             return
         first, last = min(ticks, default=at), max(ticks, default=at)
-        rate = f"{(last - first) * arm.tokens_per_step / (ticks[last] - ticks[first]):.0f}" if last > first else "?"
         how = {"compiled": args.compile, "recompute_every": args.recompute}
         how |= {"native": matmul_path(device) == "native", "fp8": fp8_path(device) == "native"}
         expected = estimate(arm, ranks=ranks.size, device=device.type, **how).peak
+        tokens = (last - first) * arm.tokens_per_step
+        rate = tokens / (ticks[last] - ticks[first]) if last > first else None
+        row.update({
+            "recipe": recipe, "ranks": ranks.size, "layers": args.layers, "seq_len": args.seq,
+            "from": begun, "first": first, "last": last,
+            "tokens_per_second": rate, "tokens_per_step": arm.tokens_per_step,
+            "peak_bytes": peaks, "estimated_bytes": expected, "seconds": clock.seconds, "checkpoint": writing,
+        })  # fmt: skip
         memory = " ".join(f"{peak / 2**30:.2f}" for peak in peaks)
+        speed = "?" if rate is None else f"{rate:.0f}"
         saved = "".join(f", {name} {seconds:.1f}" for name, seconds in writing.items())
         print(
-            f"{recipe:<12} {ranks.size} ranks  steps {first:>4}-{last:<4} {rate:>8} tokens/s  peak {memory} GiB, "
+            f"{recipe:<12} {ranks.size} ranks  steps {first:>4}-{last:<4} {speed:>8} tokens/s  peak {memory} GiB, "
             f"estimated {expected / 2**30:.2f}\n{'':<12} seconds: {clock}{saved and '; checkpoint:' + saved[1:]}",
             flush=True,
         )
@@ -169,6 +184,7 @@ def work(
         report(ranks)
         if rank == 0:
             print(f"{'':<12} killed at step {step}, where the checkpoint of step {saved} is whole", flush=True)
+            keep(row | {"killed": step, "saved": saved})
             (meeting / "killed").touch()
         ranks.agree(None)
         time.sleep(0.2)  # rank 0's word must have reached the others before it is gone
@@ -187,16 +203,17 @@ def work(
             clock.lap("steps")
             report(ranks)
             if rank == 0:
-                losses = [row["train_loss"] for row in result.curve[1:]]
+                losses, end = [r["train_loss"] for r in result.curve[1:]], result.outcome
+                keep(row | {"losses": [losses[0], losses[-1]], "status": end["status"], "loss": end["final_loss"]})
                 print(
-                    f"{'':<12} from step {begun} to {result.outcome['step']}, {result.outcome['status']}: training "
-                    f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, evaluation {result.outcome['final_loss']:.3f}",
+                    f"{'':<12} from step {begun} to {end['step']}, {end['status']}: training "
+                    f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, evaluation {end['final_loss']:.3f}",
                     flush=True,
                 )
 
 
-def launch(args: argparse.Namespace, recipe: str, killed: bool, size: int) -> bool:
-    """Whether the ranks of one run ended as they should. They live and die together."""
+def launch(args: argparse.Namespace, recipe: str, killed: bool, size: int) -> dict | None:
+    """The figures of one run, or None unless its ranks ended as they should. They live and die together."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory(prefix="width-") as folder:
@@ -213,11 +230,12 @@ def launch(args: argparse.Namespace, recipe: str, killed: bool, size: int) -> bo
                 for rank in ranks:
                     rank.join(PATIENCE)
                     rank.kill()
-        if not killed:
-            return all(rank.exitcode == 0 for rank in ranks)
-        if all(rank.exitcode == 0 for rank in ranks):
+        if killed and all(rank.exitcode == 0 for rank in ranks):
             print(f"{recipe}: no checkpoint was whole before the last step, {args.steps}", file=sys.stderr)
-        return (meeting / "killed").exists() and all(rank.exitcode == -signal.SIGKILL for rank in ranks)
+        as_meant = all(rank.exitcode == (-signal.SIGKILL if killed else 0) for rank in ranks)
+        if not as_meant or killed and not (meeting / "killed").exists():
+            return None
+        return json.loads((meeting / "figures.json").read_text())
 
 
 def drive(args: argparse.Namespace) -> int:
@@ -225,9 +243,15 @@ def drive(args: argparse.Namespace) -> int:
     if not WARM_UP < args.save < args.kill < args.steps:
         raise SystemExit(f"{WARM_UP} < --save {args.save} < --kill {args.kill} < --steps {args.steps} must hold")
     args.folder = args.folder or Path(tempfile.mkdtemp(prefix="width-"))
+    rows = []
     for recipe in args.recipes:
-        if not launch(args, recipe, True, args.ranks) or not launch(args, recipe, False, args.then):
-            return 1
+        for killed, size in ((True, args.ranks), (False, args.then)):
+            figures = launch(args, recipe, killed, size)
+            if figures is None:
+                return 1
+            rows.append(figures)
+            if args.json:
+                bench.write(args.json, "width", "cpu" if args.tiny else "cuda", rows)
         checkpoint.remove(args.folder / recipe)
     return 0
 
