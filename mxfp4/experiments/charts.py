@@ -4,7 +4,8 @@
 Vega-Lite specification into the output's metadata (`mxfp4`). The book build turns that output into HTML that a locally
 served Vega draws, with the PNG inside for when scripts are off (`figure_html`). Nothing loads from anywhere else.
 
-Colours are Okabe and Ito's (2008), told apart with any colour vision and on light and dark ground.
+Colours are Okabe and Ito's (2008), then two of Tol's (2021), told apart with any colour vision and on light and dark
+ground.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ import altair as alt
 
 VL_VERSION = "6.4"
 """The Vega-Lite that draws the PNG and the page, the one this Altair major writes for."""
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#999933", "#AA4499")
 SEQUENTIAL = "viridis"
 DIVERGING = "blueorange"
 WIDTH = 640
 """Pixels, of the static picture; on a page a chart takes the width there is."""
 HEIGHT = 300
+CUT = "what lies far beyond the rest is cut short, and its size written beside it"
 METADATA = "mxfp4"
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 _INK = {"light": ("#1f2328", "#57606a", "#d8dee4"), "dark": ("#e6edf3", "#9da7b1", "#3d444d")}
@@ -65,6 +67,15 @@ def theme_config(ground: str = "light") -> dict[str, Any]:
         "text": {"color": ink, "fontSize": 11},
         "tick": {"color": PALETTE[0], "thickness": 2},
     }  # fmt: skip
+
+
+def cut(values: Sequence[float], times: float = 6.0) -> float:
+    """Where an axis may end so that what lies close together can be told apart: the largest of the |values| within
+    `times` the size that three in four stay below; infinity where none lies beyond. Who cuts says what lies there."""
+    sizes = sorted(abs(v) for v in values if math.isfinite(v))
+    usual = times * sizes[int(0.75 * (len(sizes) - 1))] if sizes else 0.0
+    within = [size for size in sizes if size <= usual]
+    return within[-1] if within and within[-1] > 0 and len(within) < len(sizes) else math.inf
 
 
 @alt.theme.register("mxfp4", enable=True)

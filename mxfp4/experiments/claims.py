@@ -212,8 +212,8 @@ def decide(claim: Claim, effect: Effect) -> str:
     return "holds" if inside else "does not hold" if outside else "undecided"
 
 
-def shortfall(claim: Claim, study: Study, effect: Effect | None) -> str:
-    """What the study lacks of what the claim needs; empty when nothing."""
+def shortfall(claim: Claim, study: Study, effect: Effect | None) -> list[str]:
+    """What the study lacks of what the claim needs, each "least (here so much)"; empty when nothing."""
     lacks = []
     for name, have in (("parameters", study.parameters), ("tokens", study.tokens)):
         if have < claim.needs.get(name, 0):
@@ -223,14 +223,14 @@ def shortfall(claim: Claim, study: Study, effect: Effect | None) -> str:
         lacks.append(f"{claim.needs['seeds']} seeds (here {seeds})")
     if study.path != claim.needs.get("path", study.path):
         lacks.append(f"{claim.needs['path']} FP4 (here {study.path})")
-    return "needs " + ", ".join(lacks) if lacks else ""
+    return lacks
 
 
 def judge(claim: Claim, candidates: Sequence[Study]) -> Verdict:
     """The verdict on one claim, from the study that can say most about it.
 
-    Of the studies with records of every arm, one that meets the claim's needs is preferred, then the larger
-    one (`candidates` is in that order, as `studies` gives it).
+    Of the studies with records of every arm, one that meets the claim's needs is preferred, then one with an effect
+    that lacks the fewest of them, then the larger one (`candidates` is in that order, as `studies` gives it).
     """
     candidates = [s for s in candidates if _is_about(claim, s)]
     whole = [s for s in candidates if set(claim.arms) <= s.arms.keys()]
@@ -241,7 +241,9 @@ def judge(claim: Claim, candidates: Sequence[Study]) -> Verdict:
     judged = [_judge(claim, study) for study in whole]
     order = ("holds", "does not hold", "undecided", "not tested at this scale", "no records")
     decisive = [v for v in judged if v.verdict in order[:3]]
-    with_effect = [v for v in judged if v.effect is not None]
+    with_effect = sorted(
+        (v for v in judged if v.effect is not None), key=lambda v: len(shortfall(claim, v.study, v.effect))
+    )
     return (decisive or with_effect or judged)[0]
 
 
@@ -259,12 +261,12 @@ def _judge(claim: Claim, study: Study) -> Verdict:
         return Verdict(claim, "no records", str(error), None, study)
     except NoEffect as error:
         lack = shortfall(claim, study, None)
-        return Verdict(
-            claim, "not tested at this scale" if lack else "undecided", lack or str(error), None, study
-        )
+        if not lack:
+            return Verdict(claim, "undecided", str(error), None, study)
+        return Verdict(claim, "not tested at this scale", f"needs {', '.join(lack)}", None, study)
     lack = shortfall(claim, study, effect)
     if lack:
-        return Verdict(claim, "not tested at this scale", lack, effect, study)
+        return Verdict(claim, "not tested at this scale", f"needs {', '.join(lack)}", effect, study)
     if math.isnan(effect.low) or math.isnan(effect.high):
         return Verdict(claim, "not tested at this scale", f"one of {effect.over}: no interval", effect, study)
     verdict = decide(claim, effect)

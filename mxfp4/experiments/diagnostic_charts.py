@@ -9,7 +9,7 @@ import altair as alt
 import pandas as pd
 
 from mxfp4.experiments import diagnostics
-from mxfp4.experiments.charts import DIVERGING, PALETTE
+from mxfp4.experiments.charts import CUT, DIVERGING, PALETTE, cut
 
 TOTAL = 600
 """Pixels that the facets of a row share."""
@@ -155,21 +155,29 @@ def maxima(rows: pd.DataFrame, *, title: str) -> alt.TopLevelMixin:
 
 
 def against_loss(table: pd.DataFrame, *, x_title: str, title: str, form: str = ".2f") -> alt.TopLevelMixin:
-    """Arms down, sorted by a probe metric (left; line: range over layers), their loss gaps beside it (right)."""
+    """Arms down, sorted by a probe metric (left; line: range over layers), their loss gaps beside it (right).
+
+    A gap many times the others' has a bar cut short, with its size written into it.
+    """
     finite = table[table["gap"].abs() < float("inf")]
+    end = cut(finite["gap"])
+    finite = finite.assign(drawn=finite["gap"].clip(-end, end), label=[f"{g:.2f}" if abs(g) > end else "" for g in finite["gap"]])
     order, height = list(finite["arm"]), 24 * len(finite)
     tips = ["arm:N", alt.Tooltip("mean:Q", format=".4g", title=x_title), alt.Tooltip("gap:Q", format=".4f")]
     x = alt.X("mean:Q", title=x_title, axis=alt.Axis(format=form, tickCount=4), scale=alt.Scale(zero=False))
     base = alt.Chart(finite).encode(y=alt.Y("arm:N", sort=order, title=None, axis=_names(0)))
     spans = base.mark_rule(strokeWidth=3, opacity=0.35, color=PALETTE[0]).encode(x="low:Q", x2="high:Q")
     dots = base.mark_circle(size=80, opacity=1, color=PALETTE[0]).encode(x=x, tooltip=tips)
-    gaps = alt.Chart(finite).mark_bar(color=PALETTE[1]).encode(
+    right = alt.Chart(finite).encode(
         y=alt.Y("arm:N", sort=order, title=None, axis=None),
-        x=alt.X("gap:Q", title="final loss above bf16, nats a token", axis=alt.Axis(tickCount=4)),
+        x=alt.X("drawn:Q", title="final loss above bf16, nats a token", axis=alt.Axis(tickCount=4)),
         tooltip=tips,
     )
+    cut_short = right.mark_text(align="right", dx=-6, color="white", fontWeight="bold").encode(text="label:N")
+    gaps = alt.layer(right.mark_bar(color=PALETTE[1]), cut_short)
     left = alt.layer(spans, dots).properties(width=240, height=height)
-    return alt.hconcat(left, gaps.properties(width=200, height=height), spacing=12).properties(title=title)
+    heading = alt.TitleParams(title, subtitle=CUT) if end < float("inf") else title
+    return alt.hconcat(left, gaps.properties(width=200, height=height), spacing=12).properties(title=heading)
 
 
 def tile(scales: pd.DataFrame, *, title: str) -> alt.TopLevelMixin:

@@ -208,6 +208,15 @@ def against_loss(
     return table.assign(gap=table["arm"].map(loss_gaps(study, reference))).dropna(subset=["mean", "gap"]).sort_values("mean")
 
 
+def whole_gradients(study: Study, arms: Iterable[str], reference: str = "bf16") -> pd.DataFrame:
+    """arm, error, systematic, bias of the gradient of all weights against BF16's (shares of its norm, means over the
+    steps looked at), gap (final loss over the reference's, nats); arms in the order given, those probed."""
+    metrics = ["error", "systematic", "bias"]
+    rows = ordered(select(study.probes, metrics, what=WHOLE, layers="all"), "arm", arms)
+    table = rows.pivot_table(index="arm", columns="metric", values="value", sort=False).reindex(columns=metrics)
+    return table.assign(gap=loss_gaps(study, reference).reindex(table.index)).reset_index()
+
+
 def tile(frame: pd.DataFrame, arm: str, step: int | None = None) -> pd.DataFrame:
     """Scales of the recorded 64x64 corner of a weight, one row a block: blocks, top, bottom, left, right, log2_scale.
 

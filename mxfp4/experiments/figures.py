@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import altair as alt
 import pandas as pd
 
-from mxfp4.experiments.charts import PALETTE
+from mxfp4.experiments.charts import CUT, PALETTE, cut
 
 
 def _scale(arms: Sequence[str]) -> alt.Scale:
@@ -125,28 +125,52 @@ def rule_by_rounding(
     return alt.layer(rule, point).properties(title=title, height=alt.Step(22))
 
 
+def _cut(frame: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Finite differences of `frame` in two parts: those to draw as points, and those far beyond the rest, at the edge
+    with a `label`. Intervals of both end at the edge."""
+    finite = frame[frame["difference"].abs() < float("inf")]
+    end = cut([*finite["difference"], *finite["low"], *finite["high"]])
+    far = finite["difference"].abs() > end
+    labels = [f"{d:.2f} \u25b6" if d > 0 else f"\u25c0 {d:.2f}" for d in finite["difference"]]
+    spans = ["difference", "low", "high"]
+    finite = finite.assign(label=labels, **{name: finite[name].clip(-end, end) for name in spans})
+    return finite[~far], finite[far]
+
+
+def _points(frame: pd.DataFrame, unit: str, tips: Sequence[str], **encoding) -> alt.LayerChart:
+    """A point at each difference with a bar over its interval; where a bar is cut, its size."""
+    near, far = _cut(frame)
+    x = alt.X("low:Q", title=unit, scale=alt.Scale(zero=False))
+    bars = alt.Chart(near).mark_rule(strokeWidth=5, opacity=0.4).encode(x=x, x2="high:Q", **encoding)
+    points = alt.Chart(near).mark_point(size=70).encode(x="difference:Q", tooltip=tips, **encoding)
+    if far.empty:
+        return alt.layer(bars, points)
+    sizes = alt.Chart(far).mark_text(align="right", fontWeight="bold")
+    return alt.layer(bars, points, sizes.encode(x="difference:Q", text="label:N", tooltip=tips, **encoding))
+
+
+def _heading(title: str, frame: pd.DataFrame, subtitle: str = "") -> alt.TitleParams | str:
+    lines = [line for line in (subtitle, "" if _cut(frame)[1].empty else CUT) if line]
+    return alt.TitleParams(title, subtitle=lines) if lines else title
+
+
 def gaps(frame: pd.DataFrame, *, title: str, unit: str, subtitle: str = "") -> alt.LayerChart:
     """A point an arm with a bar over its interval. frame: `curves.gap_frame`; arms that diverged have no place on it."""
-    finite = frame[frame["difference"].abs() < float("inf")]
     y = alt.Y("arm:N", sort=list(frame["arm"]), title=None, axis=alt.Axis(labelLimit=200))
-    x = alt.X("low:Q", title=unit, scale=alt.Scale(zero=False))
-    bars = alt.Chart(finite).mark_rule(strokeWidth=5, opacity=0.4).encode(x=x, x2="high:Q", y=y)
-    points = alt.Chart(finite).mark_point(size=70).encode(x="difference:Q", y=y, tooltip=["arm", "text", "seeds", "outcome"])
-    heading = alt.TitleParams(title, subtitle=subtitle) if subtitle else title
-    return alt.layer(bars, points).properties(title=heading, height=alt.Step(24))
+    chart = _points(frame, unit, ["arm", "text", "seeds", "outcome"], y=y)
+    return chart.properties(title=_heading(title, frame, subtitle), height=alt.Step(24))
 
 
 def gaps_by(frame: pd.DataFrame, column: str, *, title: str, unit: str) -> alt.LayerChart:
     """As `gaps`, with a colour and a place of its own for each value of `column`."""
-    finite = frame[frame["difference"].abs() < float("inf")]
     groups = list(dict.fromkeys(frame[column]))
-    y = alt.Y("arm:N", sort=list(dict.fromkeys(frame["arm"])), title=None, axis=alt.Axis(labelLimit=200))
-    offset = alt.YOffset(f"{column}:N", sort=groups)
-    colour = alt.Color(f"{column}:N", title=None, scale=_scale(groups), sort=groups)
-    base = alt.Chart(finite).encode(y=y, yOffset=offset, color=colour)
-    bars = base.mark_rule(strokeWidth=5, opacity=0.4).encode(x=alt.X("low:Q", title=unit), x2="high:Q")
-    points = base.mark_point(size=70).encode(x="difference:Q", tooltip=["arm", column, "text", "seeds", "outcome"])
-    return alt.layer(bars, points).properties(title=title, height=alt.Step(20))
+    chart = _points(
+        frame, unit, ["arm", column, "text", "seeds", "outcome"],
+        y=alt.Y("arm:N", sort=list(dict.fromkeys(frame["arm"])), title=None, axis=alt.Axis(labelLimit=200)),
+        yOffset=alt.YOffset(f"{column}:N", sort=groups),
+        color=alt.Color(f"{column}:N", title=None, scale=_scale(groups), sort=groups),
+    )  # fmt: skip
+    return chart.properties(title=_heading(title, frame), height=alt.Step(20))
 
 
 def overhead_by_target(frame: pd.DataFrame, *, title: str, reference: str) -> alt.LayerChart:

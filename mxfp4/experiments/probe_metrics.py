@@ -87,12 +87,16 @@ def _over_layers(values: pd.Series, metric: str, tensor: str, unit: str) -> Effe
 def predicts_loss(
     study: Study, *, metric: str, arms: list[str], gemm: str = "", tensor: str = "", reference: str = "bf16"
 ) -> Effect:
-    """Spearman's rank correlation, over `arms`, of a probe metric with the final loss over the reference."""
-    points = []
+    """Spearman's rank correlation, over `arms`, of a probe metric with the final loss over the reference.
+
+    An arm's loss is the mean over the seeds it has; the effect's seeds are those that every arm has.
+    """
+    points, seeds = [], set(study.seeds)
     base = final_losses(study, reference)
     for arm in arms:
         x = _by_layer(study, metric, arm, gemm, tensor, None).to_numpy()
         shared = final_losses(study, arm)
+        seeds &= shared.keys() & base.keys()
         y = [shared[s] - base[s] for s in shared.keys() & base.keys()]
         points.append((float(np.nanmean(x)), float(np.mean(y))))
     points = np.array(points)
@@ -106,5 +110,5 @@ def predicts_loss(
         raise NoEffect(f"the arms do not differ in {metric} or in loss: there is no order to compare")
     low, high = np.quantile(values, [0.025, 0.975])
     return Effect(
-        float(ranks[0].corr(ranks[1])), float(low), float(high), "cosine", study.seeds, f"{len(points)} arms"
+        float(ranks[0].corr(ranks[1])), float(low), float(high), "cosine", tuple(sorted(seeds)), f"{len(points)} arms"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import struct
 import zlib
 
@@ -130,3 +131,10 @@ def test_table():
     assert "<td>mxfp4-fprop_dgrad &lt;b&gt;</td>" in markup
     with pytest.raises(ValueError, match="no column 'los'; known: arm, loss, n"):
         table_html(frame, caption="C", formats={"los": ".1f"})
+
+
+def test_an_axis_is_cut_only_where_something_lies_far_beyond_the_rest():
+    assert charts.cut([0.01, 0.02, 0.03, 0.04]) == math.inf
+    assert charts.cut([0.01, -0.05, 0.03, 0.04, 1.7]) == 0.05
+    assert charts.cut([0.0, 0.0, 0.0, 1.0]) == math.inf and charts.cut([]) == math.inf
+    assert charts.cut([0.01, 0.02, math.inf, 0.03, 0.02, 1.0]) == 0.03

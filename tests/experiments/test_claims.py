@@ -138,6 +138,14 @@ def test_the_study_that_decides_is_taken_not_the_largest(store):
     assert v.verdict == "holds" and v.study.tokens == config("fp8").tokens
 
 
+def test_of_studies_that_all_fall_short_the_one_that_lacks_least_is_shown(store):
+    fill(store, {"fp8": 1.0, "mxfp4": 1.26})  # three seeds, too small a model
+    fill(store, {"fp8": 1.0, "mxfp4": 1.05}, seeds=(0,), steps=4000)  # larger, and one seed besides
+    v = verdict("table1-all", store)
+    assert v.study.tokens == config("fp8").tokens and v.effect.seeds == (0, 1, 2)
+    assert v.reason.startswith("needs 1 B parameters") and "seeds" not in v.reason
+
+
 def test_arms_of_different_studies_are_not_compared(store):
     fill(store, REAL)
     fill(store, {"mxfp4": 1.25}, corpus="other")

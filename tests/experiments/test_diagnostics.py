@@ -8,7 +8,7 @@ import pytest
 
 from mxfp4.errors import UserError
 from mxfp4.experiments import diagnostic_charts, diagnostics, findings
-from mxfp4.experiments.charts import render
+from mxfp4.experiments.charts import CUT, render
 from mxfp4.experiments.effect import NoProbe
 
 COLUMNS = ["arm", "seed", "recipe", "step", "layer", "gemm", "tensor", "metric", "value"]
@@ -208,6 +208,25 @@ def test_bias_by_rule_takes_each_arms_own_tensors():
     arms = {"mxfp4": ("even", "nearest"), "mxfp4+sr": ("even", "sr"), "mxfp4+rceil": ("rceil", "nearest")}
     table = diagnostics.bias_by_rule(rows, arms, {("wgrad", "g"): "G in Wgrad"})
     assert table.to_dict("list") == {"rule": ["even"] * 2, "rounding": ["nearest", "sr"], "value": [-0.01, -0.02]}
+
+
+def test_whole_gradients_are_of_all_weights_with_the_loss_beside():
+    rows = frame(
+        *(("mxfp4", "mxfp4", layer, "", "dw", m, v) for layer, at in (("all", 0.0), ("layers.0.wq", 9.0))
+          for m, v in (("error", 0.3 + at), ("systematic", 0.2 + at), ("bias", -0.1 + at))),
+    )  # fmt: skip
+    (row,) = diagnostics.whole_gradients(study({"bf16": [3.0], "mxfp4": [3.5]}, rows), ["ti2d", "mxfp4"]).to_dict("records")
+    assert row == pytest.approx({"arm": "mxfp4", "error": 0.3, "systematic": 0.2, "bias": -0.1, "gap": 0.5})
+
+
+def test_a_gap_far_beyond_the_others_is_cut_and_written_out():
+    table = pd.DataFrame({"arm": list("abcde"), "mean": np.arange(5) / 7, "low": 0.0, "high": 1.0, "gap": [0.01, 0.02, 0.03, 0.04, 1.7]})
+    spec = diagnostic_charts.against_loss(table, x_title="x", title="T")
+    (drawn,) = spec.to_dict()["datasets"].values()
+    assert [(row["drawn"], row["label"]) for row in drawn] == [(0.01, ""), (0.02, ""), (0.03, ""), (0.04, ""), (0.04, "1.70")]
+    assert spec.to_dict()["title"]["subtitle"] == CUT
+    assert diagnostic_charts.against_loss(table[:4], x_title="x", title="T").to_dict()["title"] == "T"
+    render(spec, "a caption")
 
 
 @pytest.mark.parametrize(("arms", "beyond"), [(4, 1.0), (9, 0.68), (60, 0.25)])

@@ -9,7 +9,7 @@ import pytest
 from fake_studies import config, fill, put
 
 from mxfp4.errors import UserError
-from mxfp4.experiments import curves, figures, findings, logs, metrics, published
+from mxfp4.experiments import charts, curves, figures, findings, logs, metrics, published
 from mxfp4.experiments.charts import render
 from mxfp4.experiments.claims import judge_all, load_ledger
 from mxfp4.experiments.evidence import NAMED, Partial, Sources, gather, gather_each
@@ -217,6 +217,19 @@ def test_a_laptop_trains_no_plan_that_was_not_asked_for(tmp_path):
     for name in ("others", "two-sided", "moe"):
         assert gather(name, "cpu", store=Store(tmp_path)).study is None
     assert not (tmp_path / "records").exists()
+
+
+def test_a_difference_far_beyond_the_others_stands_at_the_edge_with_its_size():
+    spans = {"low": [0.0, 0.01, 0.01, 0.02, 1.6], "high": [0.02, 0.03, 0.05, 0.06, 1.8]}
+    rows = {"arm": list("abcde"), "difference": [0.01, 0.02, 0.03, 0.04, 1.7], "text": "", "seeds": 1, "outcome": "", "model": "dense"}
+    frame = pd.DataFrame(rows | spans)
+    for chart in (figures.gaps(frame, title="T", unit="u"), figures.gaps_by(frame, "model", title="T", unit="u")):
+        _, points, beyond = chart.layer
+        assert list(points.data["difference"]) == [0.01, 0.02, 0.03, 0.04] and list(beyond.data["label"]) == ["1.70 \u25b6"]
+        assert beyond.data["difference"].max() == pytest.approx(0.06)
+        assert chart.to_dict()["title"]["subtitle"] == [charts.CUT]
+        render(chart, "a caption")
+    assert figures.gaps(frame[:4], title="T", unit="u").to_dict()["title"] == "T"
 
 
 def test_overheads_by_target_and_gaps(study):

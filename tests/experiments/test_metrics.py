@@ -170,7 +170,12 @@ def test_predicts_loss(tmp_path):
     (study,) = studies(store.load())
     arms = [a for a in study.arms if a != "bf16"]
     effect = metrics.predicts_loss(study, metric="error", arms=arms, gemm="wgrad", tensor="dw")
-    assert effect.value == pytest.approx(1) and effect.over == "5 arms"
+    assert effect.value == pytest.approx(1) and effect.over == "5 arms" and effect.seeds == (0,)
+    for arm in ("bf16", "mxfp4"):
+        put(store, config(arm, 1, probe_steps=(100,)), probes=probe_rows("error", {arm: 0.0}))
+    (study,) = studies(store.load())
+    assert study.seeds == (0, 1)
+    assert metrics.predicts_loss(study, metric="error", arms=arms, gemm="wgrad", tensor="dw").seeds == (0,)
 
 
 def test_end_to_end_is_p1s_arithmetic(tmp_path):
