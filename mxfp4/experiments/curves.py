@@ -287,6 +287,20 @@ def target_frame(
     return pd.DataFrame(rows, columns=["arm", "at", "overhead", "low", "high"])
 
 
+def sr_by_shape_frame(study: Study) -> pd.DataFrame:
+    """shape, with, without (arms), cost: what SR on the gradients adds to the final loss, paired; of pairs with records."""
+    pairs = {
+        "1x32, even": ("mxfp4+sr-grad", "mxfp4"), "1x32, rceil": ("mxfp4+rceil+sr-grad", "mxfp4+rceil"),
+        "32x32, rceil (P2's recipe)": ("ti2d", "ti2d-no-sr"),
+    }  # fmt: skip
+    rows = []
+    for shape, (arm, against) in pairs.items():
+        effect = _try("loss_difference", study, arm=arm, against=against)
+        if effect is not None:
+            rows.append({"shape": shape, "with": arm, "without": against, "cost": effect_text(effect, unit=False)})
+    return pd.DataFrame(rows, columns=["shape", "with", "without", "cost"])
+
+
 def sr_cost_frame(study: Study, *, rules: Sequence[str] = RULES) -> pd.DataFrame:
     """rule, where SR is applied, what it costs: final loss with SR less the loss without, paired; text with
     interval."""

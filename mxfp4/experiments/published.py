@@ -124,6 +124,9 @@ FIGURES: dict[str, Figure] = {
     "square-flush": Figure(
         "one scale for 32 tokens flushes the gradients of the small ones", "ours, after seed 0 of scale gpu", "inferred"
     ),
+    "reconciliation/shape": Figure(
+        "square blocks need stochastic rounding, row blocks do not", "ours, after seed 0 of scale gpu", "inferred"
+    ),
     "gradient-error": Figure(
         "the error of the whole gradient orders the arms", "ours, after seed 0 of scale gpu", "inferred"
     ),

@@ -232,6 +232,15 @@ def test_a_difference_far_beyond_the_others_stands_at_the_edge_with_its_size():
     assert figures.gaps(frame[:4], title="T", unit="u").to_dict()["title"] == "T"
 
 
+def test_the_cost_of_sr_by_block_shape_is_of_pairs_that_were_run(tmp_path):
+    store = Store(tmp_path)
+    for arm, offset in (("mxfp4", 0.1), ("mxfp4+sr-grad", 0.15), ("ti2d", 0.2), ("ti2d-no-sr", 0.9), ("mxfp4+rceil", 0.1)):
+        put(store, config(arm), offset=offset)
+    (study,) = studies(store.load())
+    found = curves.sr_by_shape_frame(study).set_index("shape")["cost"].astype(float)
+    assert found.round(2).to_dict() == {"1x32, even": 0.05, "32x32, rceil (P2's recipe)": -0.7}
+
+
 def test_overheads_by_target_and_gaps(study):
     frame = curves.target_frame(study, ["fp8", "mxfp4", "mxfp4+h16", "mxfp4+sr", "ti2d"], ats=[0.3, 0.5, 0.95])
     mxfp4 = frame[frame["arm"] == "mxfp4"].set_index("at")["overhead"]
