@@ -8,7 +8,7 @@ import torch
 
 from mxfp4.experiments.machine import default_device
 from mxfp4.experiments.probes import Probe
-from mxfp4.experiments.store import Store
+from mxfp4.experiments.store import Record, Store
 from mxfp4.training import checkpoint, parallel, weights
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.interface import TokenSource
@@ -20,6 +20,14 @@ def arm_name(config: TrainConfig) -> str:
     return f"{config.recipe}-s{config.seed}"
 
 
+def done(
+    config: TrainConfig, store: Store, device: torch.device | str | None, keep_weights: bool = False
+) -> Record | None:
+    """The record of an arm that has nothing left to do; None also while weights that are to be kept are not there."""
+    record = store.get(config, device)
+    return record if not keep_weights or weights.kept(store.weights_dir(config, device)) else None
+
+
 def train_arm(
     config: TrainConfig,
     store: Store,
@@ -29,15 +37,13 @@ def train_arm(
     on_step: Callable[[int], None] | None = None,
     stop: Callable[[], bool] | None = None,
     keep_weights: bool = False,
-    arms_on_device: int = 1,
     **execution,
 ) -> str:
     """Train one arm into the store: "finished", "diverged", "paused", or "busy" when another process is at it.
 
     keep_weights: leave the trained weights too; an arm that has a record and no weights is trained again, and keeps its
-    record. arms_on_device: how many train there at a time, this one included; the record's timings say so. execution:
-    `compile`, `capture`, `recompute_every` of `train`. On several ranks all call it alike; rank 0 holds the lock and
-    writes the record.
+    record. execution: `compile`, `capture`, `recompute_every`, `arms_on_device` of `train`. On several ranks all call
+    it alike; rank 0 holds the lock and writes the record.
     """
     device = torch.device(device) if device is not None else default_device()
     if device.index is not None:
@@ -49,9 +55,7 @@ def train_arm(
     if not ranks.agree(first and lock.acquire()):
         return "busy"
     try:
-        record = store.get(config, device) if first else None  # another process may have stored it just now
-        if keep_weights and not weights.kept(store.weights_dir(config, device)):
-            record = None
+        record = done(config, store, device, keep_weights) if first else None  # another process may have just stored it
         status = ranks.agree(record.outcome["status"] if record else None)
         if status is None:
             if corpus is None:
@@ -61,7 +65,6 @@ def train_arm(
                 config, corpus=corpus, device=device, checkpoint_dir=folder, on_step=on_step, probe=probe,
                 progress=False, stop=stop, **execution,
             )  # fmt: skip
-            result.timings["arms_on_device"] = arms_on_device
             status = result.outcome["status"]
             if status == "paused":
                 return status

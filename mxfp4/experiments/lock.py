@@ -11,8 +11,11 @@ import errno
 import fcntl
 import os
 import socket
+import time
 import warnings
 from pathlib import Path
+
+LOOKS = 3  # before a lock counts as held: a `holder()` of another process has it for a moment
 
 
 class Lock:
@@ -27,13 +30,18 @@ class Lock:
         """True when held. A file system without locks is warned about and counts as held: records stay
         atomic."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        looks = 0
         while True:
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(handle)
-                return False
+                looks += 1
+                if looks == LOOKS:
+                    return False
+                time.sleep(0.01)
+                continue
             except OSError as error:
                 if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                     os.close(handle)

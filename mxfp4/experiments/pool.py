@@ -1,8 +1,11 @@
 """The arms of a plan in work: one after the other in this process, or several at a time in processes of their own.
 
-A place is what one arm trains on: a device, or several, one for each of its ranks. Each rank of an arm has a process,
+Each rank of an arm has a process,
 forked from a server that has torch loaded already; an arm that fails or is killed takes nothing with it. Its ranks
 meet through a file and live and die together: when one fails, the others, which would wait for it, are ended.
+
+Another process may train arms of the same plan. Those it holds are put off until no others are left, and asked for
+again every RETRY_SECONDS: they have a record by then, or come free with what they have when that process ends.
 """
 
 from __future__ import annotations
@@ -25,14 +28,14 @@ import torch
 from tqdm import tqdm
 
 from mxfp4.errors import UserError
-from mxfp4.experiments.arm import arm_name, train_arm
+from mxfp4.experiments.arm import arm_name, done, train_arm
+from mxfp4.experiments.places import Place, emptiest
 from mxfp4.experiments.plan import Plan
 from mxfp4.experiments.store import Store
 from mxfp4.training import parallel
 from mxfp4.training.config import TrainConfig
 
-RETRY_SECONDS = 2.0  # between looks at an arm that another process trains
-Place = tuple[torch.device, ...]
+RETRY_SECONDS = 2.0  # between looks at the arms that other processes train
 
 
 @dataclass
@@ -43,6 +46,8 @@ class Summary:
     """Were there already."""
     trained: list[str] = field(default_factory=list)
     """Have a record now."""
+    elsewhere: list[str] = field(default_factory=list)
+    """Have a record now, which another process made meanwhile."""
     paused: list[str] = field(default_factory=list)
     """Left a checkpoint."""
     failed: dict[str, str] = field(default_factory=dict)
@@ -58,6 +63,8 @@ class Summary:
             f"{len(self.trained)} arms trained in {self.seconds:.0f} s",
             f"{len(self.present)} already there",
         ]
+        if self.elsewhere:
+            parts.append(f"{len(self.elsewhere)} by another process")
         if self.diverged:
             parts.append(f"diverged: {', '.join(self.diverged)}")
         if self.paused or self.left:
@@ -67,22 +74,6 @@ class Summary:
             )
         parts += [f"failed: {name} ({reason})" for name, reason in self.failed.items()]
         return "; ".join(parts)
-
-
-def places(device: torch.device, jobs: int, ranks: int = 1) -> list[Place]:
-    """Where each arm that runs at a time trains, `ranks` devices an arm: `jobs` arms on every GPU or group of GPUs,
-    neighbours on different ones. On the CPU ranks are processes. Raises UserError where there are fewer GPUs."""
-    if device.type == "cpu" or device.index is not None:
-        if device.index is not None and ranks > 1:
-            raise UserError(f"{ranks} ranks an arm need {ranks} GPUs, not {device} alone")
-        return [(device,) * ranks] * jobs
-    count = torch.cuda.device_count()
-    if ranks > count:
-        raise UserError(f"{ranks} ranks an arm need {ranks} GPUs, there are {count}")
-    if count == 1:
-        return [(device,)] * jobs
-    gpus = [torch.device("cuda", i) for i in range(count)]
-    return [tuple(gpus[i : i + ranks]) for i in range(0, count - ranks + 1, ranks)] * jobs
 
 
 @contextmanager
@@ -118,28 +109,68 @@ class Pool:
     ):  # fmt: skip
         self.plan, self.store, self.places = plan, store, places
         self.corpus, self.summary, self.bar = corpus, summary, bar
-        self.waiting_for: set[str] = set()
-        self.closed = closed
-        self.execution = plan.scale.execution()  # how each is trained
-        self.execution |= {"keep_weights": keep_weights, "arms_on_device": places.count(places[0])}
+        self.closed, self.keep_weights = closed, keep_weights
+        self.execution = plan.scale.execution() | {"keep_weights": keep_weights}  # how each is trained
+        self.queue: deque[tuple[TrainConfig, int]] = deque()
+        self.held: deque[tuple[TrainConfig, int]] = deque()  # by other processes, when last asked
+        self.retry_at = 0.0
+        self.told: set[str] = set()
 
     def run(self, missing: list[tuple[TrainConfig, int]], stop: Callable[[], bool]) -> None:
         """Train `missing`, (arm, step of its checkpoint) each, until `stop`; once `closed`, begin no further."""
-        queue = deque(missing)
+        self.queue = deque(missing)
         here = len(self.places) == 1 and len(self.places[0]) == 1 and not self.plan.scale.spread
         try:
-            (self._here if here or parallel.launched() else self._processes)(queue, stop)
+            (self._here if here or parallel.launched() else self._processes)(stop)
         finally:
-            self.summary.left += [arm_name(config) for config, _ in queue]
+            self.summary.left += [arm_name(config) for config, _ in (*self.queue, *self.held)]
 
-    def _done(self, config: TrainConfig, status: str, reason: str | None, queue: deque) -> None:
+    def _next(self) -> tuple[TrainConfig, int] | None:
+        """The next arm to train, taken off the queue; None where other processes hold all that are left."""
+        ranks = parallel.here()
+        while True:
+            if not self.queue:
+                if not self.held:
+                    return None
+                if not ranks.agree(time.monotonic() >= self.retry_at):
+                    names = " ".join(arm_name(config) for config, _ in self.held)
+                    self._say("left", f"left are arms that other processes train: waiting for {names}")
+                    return None
+                self.queue, self.held = self.held, deque()
+                self.retry_at = time.monotonic() + RETRY_SECONDS
+            config, step = self.queue.popleft()
+            holder, record = ranks.agree(self._elsewhere(config) if ranks.rank == 0 else None)
+            if holder is not None:
+                self._put_off(config, step, holder)
+            elif record is not None:
+                self.summary.elsewhere.append(arm_name(config))
+                self.bar.update(config.steps - step)
+            else:
+                return config, step
+
+    def _elsewhere(self, config: TrainConfig) -> tuple[str | None, str | None]:
+        """(who holds an arm, how it ended): what other processes have done since the plan was looked at."""
+        device = self.places[0][0]
+        holder = self.store.lock(config, device).holder()
+        record = None if holder else done(config, self.store, device, self.keep_weights)
+        return holder, record and record.outcome["status"]
+
+    def _put_off(self, config: TrainConfig, step: int, holder: str) -> None:
+        self.held.append((config, step))
+        if self.queue:
+            name = arm_name(config)
+            self._say("held", f"{name} is held by another process ({holder}): free arms first, held ones last")
+
+    def _say(self, what: str, text: str) -> None:
+        """One line, and each kind of it once."""
+        if what not in self.told and parallel.here().rank == 0:
+            self.told.add(what)
+            tqdm.write(text, file=sys.stderr)
+
+    def _done(self, config: TrainConfig, step: int, status: str, reason: str | None) -> None:
         name = arm_name(config)
-        if status == "busy":
-            if name not in self.waiting_for:
-                self.waiting_for.add(name)
-                if parallel.here().rank == 0:
-                    tqdm.write(f"{name} is being trained by another process: waiting for it", file=sys.stderr)
-            queue.append((config, 0))
+        if status == "busy":  # another process was quicker
+            self._put_off(config, step, "just begun")
         elif status == "failed":
             self.summary.failed[name] = reason or "unknown"
         elif status == "paused":
@@ -149,15 +180,14 @@ class Pool:
             if status == "diverged":
                 self.summary.diverged.append(name)
 
-    def _only_busy(self, queue: deque) -> bool:
-        return all(arm_name(config) in self.waiting_for for config, _ in queue)
-
-    def _here(self, queue: deque, stop: Callable[[], bool]) -> None:
+    def _here(self, stop: Callable[[], bool]) -> None:
         ranks = parallel.here()
-        while queue and not ranks.any(stop() or self.closed())[0]:
-            if self._only_busy(queue):
-                time.sleep(RETRY_SECONDS)
-            config, _ = queue.popleft()
+        while (self.queue or self.held) and not ranks.any(stop() or self.closed())[0]:
+            found = self._next()
+            if found is None:
+                time.sleep(RETRY_SECONDS / 10)
+                continue
+            config, step = found
             self.bar.set_postfix_str(arm_name(config))
             reason = None
             try:
@@ -169,27 +199,36 @@ class Pool:
                 if ranks.size > 1 and not isinstance(error, UserError):
                     raise  # this rank's alone: torchrun ends the others
                 status, reason = "failed", one_line(error)
-            self._done(config, status, reason, queue)
+            self._done(config, step, status, reason)
 
-    def _processes(self, queue: deque, stop: Callable[[], bool]) -> None:
+    def _processes(self, stop: Callable[[], bool]) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         stopping = context.Event()
         threads = max(torch.get_num_threads() // sum(len(place) for place in self.places), 1)
-        free = list(reversed(self.places))
+        free, distinct = list(self.places), list(dict.fromkeys(self.places))
+        sharing = context.RawArray("i", len(distinct))  # arms in work on each distinct place; their processes read it
         running: list[_Arm] = []
-        retry_at = 0.0
-        while running or (queue and not stop() and not self.closed()):
+
+        def count() -> None:
+            sharing[:] = [sum(arm.place == place for arm in running) for place in distinct]
+
+        while running or ((self.queue or self.held) and not stop() and not self.closed()):
             if stop():
                 stopping.set()
-            while queue and free and not stop() and not self.closed():
-                if self._only_busy(queue) and time.monotonic() < retry_at:
+            while free and not stop() and not self.closed():
+                found = self._next()
+                if found is None:
                     break
-                config, step = queue.popleft()
-                retry_at = time.monotonic() + RETRY_SECONDS
-                arm = _Arm(config, free.pop(), step)
-                arm.start(context, self.store, self.corpus, self.plan.scale.spread, self.execution, threads, stopping)
+                place = emptiest(free, [arm.place for arm in running])
+                free.remove(place)
+                arm = _Arm(found[0], place, found[1], begun_at=found[1])
                 running.append(arm)
+                count()
+                arm.start(
+                    context, self.store, self.corpus, self.plan.scale.spread, self.execution, threads, stopping,
+                    (sharing, distinct.index(place)),
+                )  # fmt: skip
             self.bar.set_postfix_str(" ".join(arm_name(arm.config) for arm in running))
             wait([connection for arm in running for connection in arm.ranks], timeout=0.2)
             for arm in list(running):
@@ -198,10 +237,11 @@ class Pool:
                     continue
                 arm.end()
                 running.remove(arm)
+                count()
                 free.append(arm.place)
                 if arm.status in ("finished", "diverged"):
                     self.bar.update(arm.config.steps - arm.step)
-                self._done(arm.config, arm.status, arm.reason, queue)
+                self._done(arm.config, arm.begun_at, arm.status, arm.reason)
 
 
 @dataclass
@@ -211,6 +251,7 @@ class _Arm:
     config: TrainConfig
     place: Place
     step: int
+    begun_at: int
     status: str | None = None
     """How it ended; None while it goes on."""
     reason: str | None = None
@@ -220,13 +261,15 @@ class _Arm:
     meeting: str | None = None
     """Folder of the file through which the ranks find each other."""
 
-    def start(self, context, store: Store, corpus, spread: bool, execution: dict, threads: int, stopping) -> None:
+    def start(
+        self, context, store: Store, corpus, spread: bool, execution: dict, threads: int, stopping, sharing
+    ) -> None:
         if spread or len(self.place) > 1:
             self.meeting = tempfile.mkdtemp(prefix="mxfp4-")
         for rank, device in enumerate(self.place):
             ours, theirs = context.Pipe(duplex=False)
             meeting = self.meeting and (f"file://{self.meeting}/ranks", rank, len(self.place))
-            task = (theirs, self.config, store, corpus, str(device), execution, threads, stopping, meeting)
+            task = (theirs, self.config, store, corpus, str(device), execution, threads, stopping, sharing, meeting)
             process = context.Process(target=_child, args=task, daemon=True)
             process.start()
             theirs.close()
@@ -271,7 +314,9 @@ class _Arm:
             shutil.rmtree(self.meeting, ignore_errors=True)
 
 
-def _child(connection: Connection, config, store, corpus, device, execution, threads, stopping, meeting) -> None:
+def _child(
+    connection: Connection, config, store, corpus, device, execution, threads, stopping, sharing, meeting
+) -> None:
     """Train one arm, or be one rank of it; tell the parent about steps a few times a second, then how it ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
@@ -279,6 +324,7 @@ def _child(connection: Connection, config, store, corpus, device, execution, thr
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))  # its own default is every core, for each arm
     parent, told, reason = multiprocessing.parent_process(), time.monotonic(), None
     speaks = meeting is None or meeting[1] == 0
+    counts, place = sharing
 
     def on_step(step: int) -> None:
         nonlocal told
@@ -291,7 +337,8 @@ def _child(connection: Connection, config, store, corpus, device, execution, thr
         with parallel.joined(device, meeting) if meeting else nullcontext():
             status = train_arm(
                 config, store, corpus=corpus, device=device, on_step=on_step,
-                stop=lambda: stopping.is_set() or not parent.is_alive(), **execution,
+                stop=lambda: stopping.is_set() or not parent.is_alive(), arms_on_device=lambda: max(counts[place], 1),
+                **execution,
             )  # fmt: skip
     except Exception as error:  # reported by the parent in one line
         status, reason = "failed", one_line(error)

@@ -21,16 +21,17 @@ import torch
 from tqdm import tqdm
 
 from mxfp4.errors import UserError
-from mxfp4.experiments.arm import arm_name, train_arm
+from mxfp4.experiments.arm import arm_name, done, train_arm
 from mxfp4.experiments.machine import default_device
+from mxfp4.experiments.places import places
 from mxfp4.experiments.plan import Plan
-from mxfp4.experiments.pool import Pool, Summary, places, stop_on_signal
+from mxfp4.experiments.pool import Pool, Summary, stop_on_signal
 from mxfp4.experiments.store import Store
-from mxfp4.training import parallel, weights
+from mxfp4.training import parallel
 from mxfp4.training.interface import TokenSource
 from mxfp4.training.packing import prepare
 
-__all__ = ["Summary", "arm_name", "places", "run_plan", "train_arm"]
+__all__ = ["Summary", "arm_name", "run_plan", "train_arm"]
 
 
 def run_plan(
@@ -82,7 +83,7 @@ def _run(
     device = places[0][0]
     present, missing = [], []
     for arm in plan.status(store, device):
-        if arm.done and not (keep_weights and not weights.kept(store.weights_dir(arm.config, device))):
+        if arm.done and done(arm.config, store, device, keep_weights):
             present.append(arm_name(arm.config))
         else:
             missing.append((arm.config, arm.step))

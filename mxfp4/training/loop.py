@@ -59,6 +59,7 @@ def train(
     deterministic: bool = False,
     recompute_every: int = 0,
     stop: Callable[[], bool] | None = None,
+    arms_on_device: Callable[[], int] = lambda: 1,
 ) -> TrainResult:
     """Train one arm, from its checkpoint if `checkpoint_dir` holds one; on every rank of `parallel.joined` alike.
 
@@ -68,6 +69,8 @@ def train(
     model with experts runs without either. deterministic: sums in a fixed order (`determinism`; on the CPU with one
     number of threads they have it anyway). recompute_every: every n-th block computes its activations again in the
     backward. stop: asked after each step; True, on any rank, leaves a checkpoint and gives the outcome "paused".
+    arms_on_device: how many train there now, this one included; the timings say what the seconds are to be divided by
+    for this one's part of the device's time.
     Raises UserError when the corpus, the checkpoint or the number of ranks does not fit the configuration, or a
     checkpoint cannot be written.
     """
@@ -79,7 +82,7 @@ def train(
         from mxfp4.training.packing import prepare  # slow to import, and not needed for a given corpus
 
         corpus = prepare(config.corpus, config.model.vocab_size, progress=progress)
-    run = _Run(config, corpus, device, ranks)
+    run = _Run(config, corpus, device, ranks, arms_on_device)
     run.prepare(compile, capture, recompute_every)
     checkpoints = None
     if checkpoint_dir is not None:
@@ -131,14 +134,16 @@ def _model(config: TrainConfig, device: torch.device, ranks: Ranks) -> Llama:
 class _Run:
     """A run between two steps. `status` is None while it goes on."""
 
-    def __init__(self, config: TrainConfig, corpus: TokenSource, device: torch.device, ranks: Ranks):
+    def __init__(
+        self, config: TrainConfig, corpus: TokenSource, device: torch.device, ranks: Ranks, arms: Callable[[], int]
+    ):
         if corpus.vocab_size != config.model.vocab_size:
             raise UserError(
                 f"the corpus has a vocabulary of {corpus.vocab_size}, "
                 f"the model one of {config.model.vocab_size}"
             )
         ranks.check(config.micro_batches)
-        self.config, self.corpus, self.device, self.ranks = config, corpus, device, ranks
+        self.config, self.corpus, self.device, self.ranks, self.arms = config, corpus, device, ranks, arms
         self.model = _model(config, device, ranks)
         self.optimizer = make_optimizer(self.model, config)
         windows = corpus.eval_windows(config.eval_sequences, config.seq_len)
@@ -154,7 +159,7 @@ class _Run:
         self.status: str | None = None
         self.reason: str | None = None
         self.target: dict | None = None
-        self.seconds = {"train": 0.0, "evaluate": 0.0, "timed": 0.0}
+        self.seconds = {"train": 0.0, "evaluate": 0.0, "timed": 0.0, "part": 0.0}  # part: of the device
         self.timed_tokens = 0
         self.timed_from: tuple[float, int] | None = None  # time and step; None: what follows is not timed
 
@@ -189,11 +194,17 @@ class _Run:
         evaluating = last or self.step % config.eval_every == 0
         if evaluating or len(self.pending) >= FETCH_EVERY.get(self.device.type, 1):
             self.fetch()
-        self.seconds["train"] += time.perf_counter() - started
+        self.took("train", started)
         if self.status is None and evaluating:
             self.evaluate()
         if self.status is None and last:
             self.status = "finished"
+
+    def took(self, what: str, started: float) -> None:
+        """Account for the seconds since `started`."""
+        seconds = time.perf_counter() - started
+        self.seconds[what] += seconds
+        self.seconds["part"] += seconds / self.arms()
 
     def _update(self, batch: Tensor) -> Tensor:
         """One step of the optimizer on a batch; [loss, norm of the gradient, load-balance loss], on the device."""
@@ -259,7 +270,7 @@ class _Run:
         row = self.rows[-1]
         row["eval_loss"], row["eval_bpb"] = loss, bits_per_byte(loss, self.bytes_per_token)
         self.timed_from = time.perf_counter(), self.step
-        self.seconds["evaluate"] += self.timed_from[0] - started
+        self.took("evaluate", started)
         if self.step == 0:
             self.timed_from = None  # the first steps warm up
         if not math.isfinite(loss):
@@ -315,7 +326,9 @@ class _Run:
         self.step, state = found
         self.rows, self.probes, self.target = state["curve"], state["probes"], state["target"]
         self.window_losses = state["window_losses"]
-        self.seconds, self.timed_tokens = state["seconds"], state["timed_tokens"]
+        seconds = state["seconds"]  # of a checkpoint from before parts were counted: as if it had been alone
+        self.seconds = {"part": seconds["train"] + seconds["evaluate"], **seconds}
+        self.timed_tokens = state["timed_tokens"]
         for row in self.rows[1:]:
             self.watch.observe(row["train_loss"], row["grad_norm"])
 
@@ -334,6 +347,7 @@ class _Run:
         timings = {
             "train_seconds": self.seconds["train"],
             "evaluate_seconds": self.seconds["evaluate"],
+            "arms_on_device": round((self.seconds["train"] + self.seconds["evaluate"]) / self.seconds["part"], 2),
             "tokens_per_second": self.timed_tokens / self.seconds["timed"] if self.seconds["timed"] else None,
         }
         if self.device.type == "cuda":
