@@ -121,12 +121,13 @@ class MixtureOfExperts(nn.Module):
             probs = self.router(flat.float()).softmax(dim=-1)
         weight, chosen = probs.topk(self.top_k, dim=-1)
         weight = weight / weight.sum(dim=-1, keepdim=True)
-        share = F.one_hot(chosen, len(self.experts)).float().mean(dim=(0, 1))
-        self.balance = len(self.experts) * (share * probs.mean(dim=0)).sum()
+        counts = F.one_hot(chosen, len(self.experts)).sum(dim=(0, 1))
+        self.balance = len(self.experts) * (counts / chosen.numel() * probs.mean(dim=0)).sum()
+        places = chosen.flatten().argsort(stable=True).split(counts.tolist())  # the one wait for the device
         y = torch.zeros_like(flat)
-        for i, expert in enumerate(self.experts):
-            token, slot = torch.where(chosen == i)
-            y = y.index_add(0, token, (expert(flat[token]) * weight[token, slot, None]).to(y.dtype))
+        for expert, place in zip(self.experts, places, strict=True):
+            token = place // self.top_k
+            y = y.index_add(0, token, (expert(flat[token]) * weight.flatten()[place, None]).to(y.dtype))
         return y.view_as(x)
 
 
