@@ -10,7 +10,8 @@ import torch
 from fakes import TINY, FakeCorpus
 from safetensors.torch import load_file
 
-from mxfp4.experiments import cli
+from mxfp4.experiments import arm, cli
+from mxfp4.experiments.commands import train
 from mxfp4.experiments.commands.export import _again
 from mxfp4.experiments.plan import Plan, plan
 from mxfp4.experiments.scales import CPU
@@ -111,3 +112,18 @@ def test_the_command_that_trains_an_arm_again_trains_that_one_alone_where_it_can
     assert [_again(arm).split(" --arm")[0].rpartition(" ")[2] for arm in sizes] == ["sizes", "table1", "sizes"]
     (experts,) = plan("moe", "gpu", recipes=["ti2d"], seeds=[0]).arms
     assert _again(experts) == "mxfp4 train --scale gpu --plan moe --arm ti2d --seed 0"
+
+
+def test_train_says_where_the_weights_are(store, corpus, monkeypatch, capsys):
+    monkeypatch.setattr(train, "chosen_plan", lambda args: an_arm())
+    monkeypatch.setattr("mxfp4.experiments.workers.prepare", lambda *args, **options: corpus)
+    monkeypatch.setattr(arm, "prepare", lambda *args, **options: corpus)
+    given = ["train", "--device", "cpu", "--jobs", "1"]
+    assert cli.main(given) == 0
+    assert "weights" not in capsys.readouterr().out
+    for _ in range(2):  # trained, then there already
+        assert cli.main([*given, "--keep-weights"]) == 0
+        folder = store.weights_dir(an_arm().arms[0], "cpu")
+        wanted = f"weights (1) in {folder.parent}, for `mxfp4 export RUN FOLDER`: {folder.name}"
+        assert capsys.readouterr().out.splitlines()[1:] == [wanted]
+        assert (folder / "model.safetensors").is_file()

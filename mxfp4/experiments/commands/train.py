@@ -79,15 +79,29 @@ def run(args: argparse.Namespace) -> int:
     from mxfp4.experiments.workers import run_plan
     from mxfp4.training.parallel import reports
 
+    plan, store = chosen_plan(args), _store()
     summary = run_plan(
-        chosen_plan(args), _store(), jobs=args.jobs, device=args.device, max_minutes=args.max_minutes,
+        plan, store, jobs=args.jobs, device=args.device, max_minutes=args.max_minutes,
         last_start=args.last_start, progress=not args.quiet, keep_weights=args.keep_weights,
     )  # fmt: skip
     if reports():
         print(f"{args.plan} at scale {args.scale}: {summary}")
+        if args.keep_weights and (kept := _kept(plan, store, args.device)):
+            print(kept)
     if summary.failed:
         return 1
     return 130 if summary.paused or summary.left else 0
+
+
+def _kept(plan, store, device: str | None) -> str | None:
+    """One line: where the weights of the plan's runs lie, and what reads them; None without any."""
+    from mxfp4.training import weights
+
+    found = [f for config in plan.arms if weights.kept(f := store.weights_dir(config, device))]
+    if not found:
+        return None
+    names = " ".join(f.name for f in found)
+    return f"weights ({len(found)}) in {found[0].parent}, for `mxfp4 export RUN FOLDER`: {names}"
 
 
 def _dry_run(args: argparse.Namespace) -> int:
