@@ -18,6 +18,7 @@ import torch
 
 from mxfp4.errors import UserError
 from mxfp4.experiments import published
+from mxfp4.experiments.places import check, idle
 from mxfp4.experiments.plan import ArmStatus, Plan
 from mxfp4.experiments.store import Store
 from mxfp4.experiments.study import count
@@ -81,7 +82,7 @@ class DryRun:
     memory: tuple[tuple[TrainConfig, Memory], ...]
     """One arm for each different estimate, the largest first."""
     at_a_time: int
-    """Arms that share a GPU (or the CPU)."""
+    """Arms that share a GPU, a group of them, or the CPU."""
     packings: tuple[Packing, ...]
     disk: tuple[tuple[str, float], ...]
     """(what, bytes still to be written)."""
@@ -129,8 +130,10 @@ def dry_run(
     status = plan.status(store, device)
     left = [a.config for a in status if not a.done]
     ranks = plan.scale.ranks_on(machine.gpus)
+    if machine.gpus:
+        check(ranks, machine.gpus)
     memory = _memories(left, ranks, device, plan, every, machine)
-    at_a_time = 1 if ranks > 1 else plan.scale.jobs
+    at_a_time = plan.scale.jobs
     packings = tuple(state_of(c, v) for c, v in sorted({(a.corpus, a.model.vocab_size) for a in left}))
     running = at_a_time * max(machine.gpus // ranks, 1)
     disk = _disk(left, packings, running)
@@ -235,6 +238,7 @@ def _head(r: DryRun) -> str:
         f"FP4 path   {machine.path}",
         f"FP8 path   {machine.fp8_path}",
         *([f"an arm     on {ranks} GPUs together"] if (ranks := scale.ranks_on(machine.gpus)) > 1 else []),
+        *([f"unused     {unused}"] if (unused := machine.gpus and idle(scale, machine.gpus)) else []),
     ]
     return "\n".join(lines)
 

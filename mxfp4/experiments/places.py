@@ -7,6 +7,7 @@ from collections import Counter
 import torch
 
 from mxfp4.errors import UserError
+from mxfp4.experiments.scales import Scale
 
 Place = tuple[torch.device, ...]
 
@@ -19,12 +20,32 @@ def places(device: torch.device, jobs: int, ranks: int = 1) -> list[Place]:
             raise UserError(f"{ranks} ranks an arm need {ranks} GPUs, not {device} alone")
         return [(device,) * ranks] * jobs
     count = torch.cuda.device_count()
-    if ranks > count:
-        raise UserError(f"{ranks} ranks an arm need {ranks} GPUs, there are {count}")
+    check(ranks, count)
     if count == 1:
         return [(device,)] * jobs
     gpus = [torch.device("cuda", i) for i in range(count)]
     return [tuple(gpus[i : i + ranks]) for i in range(0, count - ranks + 1, ranks)] * jobs
+
+
+def check(ranks: int, gpus: int) -> None:
+    """Raises UserError where an arm needs more GPUs than there are."""
+    if ranks > gpus:
+        raise UserError(f"{ranks} ranks an arm need {ranks} GPUs, there are {gpus}")
+
+
+def idle(scale: Scale, gpus: int) -> str | None:
+    """One line about the GPUs that no arm of `scale` would use, with the numbers that leave none; None where all are
+    used. The same for training and for its dry run."""
+    ranks = scale.ranks_on(gpus)
+    unused = gpus % ranks
+    if not unused:
+        return None
+    if scale.ranks_per_arm:
+        return f"{unused} of {gpus} GPUs idle: an arm takes {ranks}; none idles with a multiple of {ranks}"
+    parts = scale.micro_batches
+    even = ", ".join(str(n) for n in range(1, parts + 1) if parts % n == 0)
+    why = f"an arm takes {ranks}, as {gpus} do not share its {parts} micro-batches evenly"
+    return f"{unused} of {gpus} GPUs idle: {why}; none idles with {even}, or a multiple of {parts}"
 
 
 def emptiest(free: list[Place], taken: list[Place]) -> Place:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from mxfp4.errors import UserError
 from mxfp4.experiments.arm import arm_name, done, train_arm
 from mxfp4.experiments.machine import default_device
-from mxfp4.experiments.places import places
+from mxfp4.experiments.places import idle, places
 from mxfp4.experiments.plan import Plan
 from mxfp4.experiments.pool import Pool, Summary, stop_on_signal
 from mxfp4.experiments.store import Store
@@ -71,7 +71,12 @@ def run_plan(
     jobs = plan.scale.jobs if jobs is None else jobs
     if jobs < 1:
         raise UserError(f"jobs={jobs} must be at least 1")
-    return _run(plan, store, places(device, jobs, plan.scale.ranks(device)), **options, progress=progress)
+    where = places(device, jobs, plan.scale.ranks(device))
+    if device.type == "cuda" and device.index is None and progress:
+        unused = idle(plan.scale, torch.cuda.device_count())
+        if unused:
+            tqdm.write(unused, file=sys.stderr)
+    return _run(plan, store, where, **options, progress=progress)
 
 
 def _run(

@@ -11,6 +11,7 @@ from fake_studies import put
 
 from mxfp4.errors import UserError
 from mxfp4.experiments import dry_run as module
+from mxfp4.experiments import workers
 from mxfp4.experiments.cli import main
 from mxfp4.experiments.dry_run import dry_run, text
 from mxfp4.experiments.plan import plan
@@ -89,6 +90,38 @@ def test_other_gpu_counts(tmp_path):
     assert three.memory[0][1].peak == two.memory[0][1].peak and "on 2 GPUs together" in text(three)  # 16 parts
     with pytest.raises(UserError, match="gpus=-1 must be 0"):
         dry_run(large(), Store(tmp_path), gpus=-1)
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(3, 2), (5, 4), (6, 4), (7, 4), (12, 8), (24, 16), (8, 8), (32, 16)])
+def test_gpus_that_idle_are_named_by_dry_run_and_trainer_alike(gpus, ranks, tmp_path, monkeypatch, capsys):
+    """The trainer gets as far as where arms go; what then trains is a stand-in."""
+    wanted, unused = large(["fp8"]), gpus % ranks
+    lines = [x for x in text(dry_run(wanted, Store(tmp_path), gpus=gpus)).splitlines() if x.startswith("unused")]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    taken = []
+    monkeypatch.setattr(workers, "_run", lambda plan, store, where, **options: taken.extend(where))
+    workers.run_plan(wanted, Store(tmp_path), device="cuda")
+    said = capsys.readouterr().err.splitlines()
+    assert {len(place) for place in taken} == {ranks} and len({d for p in taken for d in p}) == gpus - unused
+    assert [line.removeprefix("unused").strip() for line in lines] == said
+    assert len(said) == (unused > 0)
+    if unused:
+        assert said[0].startswith(f"{unused} of {gpus} GPUs idle: an arm takes {ranks}, as {gpus} do not share its 16 ")
+        assert said[0].endswith("none idles with 1, 2, 4, 8, 16, or a multiple of 16")
+
+
+def test_what_the_trainer_would_refuse_for_want_of_gpus_is_refused(tmp_path):
+    wanted = large(["fp8"], ranks_per_arm=4)
+    with pytest.raises(UserError, match="4 ranks an arm need 4 GPUs, there are 2"):
+        dry_run(wanted, Store(tmp_path), gpus=2)
+    said = text(dry_run(wanted, Store(tmp_path), gpus=5))
+    assert "1 of 5 GPUs idle: an arm takes 4; none idles with a multiple of 4" in said
+
+
+def test_arms_that_share_a_group_of_gpus_share_its_memory(tmp_path):
+    one, two = (dry_run(large(["fp8"], jobs=n), Store(tmp_path), gpus=8) for n in (1, 2))
+    assert (one.at_a_time, two.at_a_time) == (1, 2)
+    assert not one.problems and "for 2 arms at a time" in two.problems[0]
 
 
 def test_what_is_done_costs_nothing_and_gives_the_speed_of_the_rest(tmp_path):
