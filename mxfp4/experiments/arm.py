@@ -8,8 +8,8 @@ import torch
 
 from mxfp4.experiments.machine import default_device
 from mxfp4.experiments.probes import Probe
-from mxfp4.experiments.store import Record, Store
-from mxfp4.training import checkpoint, parallel, weights
+from mxfp4.experiments.store import AGAIN, Record, Store
+from mxfp4.training import parallel, weights
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.interface import TokenSource
 from mxfp4.training.loop import train
@@ -60,6 +60,9 @@ def train_arm(
         if status is None:
             if corpus is None:
                 corpus = prepare(config.corpus, config.model.vocab_size, progress=False)
+            if first and store.get(config, device):
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / AGAIN).touch()
             probe = Probe() if config.probe_steps else None
             result = train(
                 config, corpus=corpus, device=device, checkpoint_dir=folder, on_step=on_step, probe=probe,
@@ -73,7 +76,7 @@ def train_arm(
             if first:
                 store.put(config, result, device, corpus=corpus.fingerprint)
         if first:
-            checkpoint.remove(folder)
+            store.remove_checkpoints(folder)
         return status
     finally:
         lock.release()

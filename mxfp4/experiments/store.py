@@ -22,7 +22,7 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,12 +36,14 @@ from mxfp4.experiments.lock import Lock
 from mxfp4.experiments.machine import default_device, git_state, machine
 from mxfp4.experiments.probes import COLUMNS as PROBE_COLUMNS
 from mxfp4.numerics.path import PATHS, fp8_path, matmul_path
-from mxfp4.training import checkpoint, durable
+from mxfp4.training import checkpoint, durable, weights
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.interface import TrainResult
 from mxfp4.training.paths import runs_dir
 from mxfp4.training.recipe import recipe
 
+AGAIN = "again"
+"""A file beside the checkpoints of a run that has a record and is trained again for its weights."""
 FORMAT = 1
 TABLES = ("curve", "probes")
 _SCALE = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
@@ -109,7 +111,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Begun:
-    """A run that has a checkpoint or a holder, and no record yet."""
+    """A run that has a checkpoint or a holder."""
 
     scale: str
     run_id: str
@@ -253,6 +255,36 @@ class Store:
             if step is not None or holder is not None:
                 found.append(Begun(scale, run_id, step or 0, holder))
         return found
+
+    def left_over(self, scale: str) -> list[str]:
+        """Ids of finished runs that have checkpoints still, as a crash came before their removal."""
+        found = []
+        for folder in sorted((self.root / "checkpoints" / safe_scale(scale)).glob("*/")):
+            again = (folder / AGAIN).exists() and not weights.kept(self.root / "weights" / scale / folder.name)
+            if checkpoint.entries(folder) and not again and _read(self.root / "records" / scale / folder.name):
+                found.append(folder.name)
+        return found
+
+    def remove_left_over(self, scale: str, *, but: Container[str] = ()) -> list[str]:
+        """Remove what is `left_over`, of no run in `but` and of none that a process is at; the ids of those removed."""
+        removed = []
+        for run_id in self.left_over(scale):
+            folder = self.root / "checkpoints" / scale / run_id
+            lock = Lock(folder.parent / f"{run_id}.lock")
+            if run_id in but or not lock.acquire():
+                continue
+            try:
+                self.remove_checkpoints(folder)
+            finally:
+                lock.release()
+            removed.append(run_id)
+        return removed
+
+    @staticmethod
+    def remove_checkpoints(folder: Path) -> None:
+        """Of a finished run, after its record is stored."""
+        (folder / AGAIN).unlink(missing_ok=True)
+        checkpoint.remove(folder)
 
     def _folders(self, scale: str | None) -> Iterator[Path]:
         root = self.root / "records"

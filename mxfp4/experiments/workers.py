@@ -96,6 +96,12 @@ def _run(
     summary = Summary(present=present)
     if present and progress:
         tqdm.write(f"already there ({len(present)}): {' '.join(present)}", file=sys.stderr)
+    if ranks.rank == 0:
+        needed = {store.run_id(config, device) for config, _ in missing}
+        removed = store.remove_left_over(plan.scale.name, but=needed)
+        if removed and progress:
+            text = f"removed checkpoints of finished runs, left by a crash ({len(removed)}): {' '.join(removed)}"
+            tqdm.write(text, file=sys.stderr)
     if missing:
         if corpus is None and ranks.rank == 0:
             corpora = {(config.corpus, config.model.vocab_size) for config, _ in missing}

@@ -25,13 +25,14 @@ def run(args: argparse.Namespace) -> int:
     by_scale = Counter((r.config.scale, r.outcome["status"]) for r in records)
     for scale in sorted({r.config.scale for r in records}):
         finished, diverged = by_scale[scale, "finished"], by_scale[scale, "diverged"]
-        print(
-            f"scale {scale}: {finished + diverged} records"
-            + (f", {diverged} of them diverged" if diverged else "")
-        )
+        print(f"scale {scale}: {finished + diverged} records" + (f", {diverged} of them diverged" if diverged else ""))
     begun = store.begun()
+    left_over = {(scale, run_id) for scale in {b.scale for b in begun} for run_id in store.left_over(scale)}
     for run_ in begun:
-        print(f"scale {run_.scale}: {run_.run_id} at step {run_.step}, {run_.holder or 'stopped'}")
+        state = run_.holder or "stopped"
+        if run_.holder is None and (run_.scale, run_.run_id) in left_over:
+            state = "finished: left by a crash, the next `mxfp4 train` of this scale removes it"
+        print(f"scale {run_.scale}: {run_.run_id} at step {run_.step}, {state}")
     packings = unfinished()
     for name, parts, last in packings:
         print(f"packing {name}: {parts} parts done, the last {last}; `mxfp4 prepare` goes on there")
