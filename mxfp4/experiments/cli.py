@@ -1,7 +1,8 @@
 """The command line: `mxfp4 <command>`, also `python -m mxfp4.experiments.cli`.
 
 The sub-commands are the modules of `mxfp4.experiments.commands`. What the user can put right is raised as UserError
-and ends as one line, `error: ...`, with exit code 1; anything else is a defect and keeps its traceback.
+and ends as one line, `error: ...`, with exit code 1; what it should know is a Notice, `warning: ...`; anything else is
+a defect and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mxfp4.errors import UserError
+from mxfp4.errors import UserError, print_notices
 from mxfp4.experiments import commands
 
 
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 2
+    print_notices()
     try:
         return args.handler(args)
     except UserError as error:

@@ -15,6 +15,8 @@ import time
 import warnings
 from pathlib import Path
 
+from mxfp4.errors import Notice
+
 LOOKS = 3  # before a lock counts as held: a `holder()` of another process has it for a moment
 
 
@@ -48,6 +50,7 @@ class Lock:
                     raise
                 warnings.warn(
                     f"{self.path.parent} has no file locks: two processes may train the same arm",
+                    Notice,
                     stacklevel=2,
                 )
             if self._is_current(handle):

@@ -251,7 +251,10 @@ def _kernel(temporary: Path) -> Iterator[None]:
     folder.mkdir(parents=True)
     search = [str(Path(mxfp4.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     specification = {
-        "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        "argv": [
+            *(sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"),
+            "--IPKernelApp.exec_lines=from mxfp4.errors import print_notices; print_notices(); del print_notices",
+        ],
         "display_name": "Python 3",
         "language": "python",
         "env": {

@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection, wait
 import torch
 from tqdm import tqdm
 
+from mxfp4 import errors
 from mxfp4.errors import UserError
 from mxfp4.experiments.arm import arm_name, done, train_arm
 from mxfp4.experiments.places import Place, emptiest
@@ -269,7 +270,8 @@ class _Arm:
         for rank, device in enumerate(self.place):
             ours, theirs = context.Pipe(duplex=False)
             meeting = self.meeting and (f"file://{self.meeting}/ranks", rank, len(self.place))
-            task = (theirs, self.config, store, corpus, str(device), execution, threads, stopping, sharing, meeting)
+            task = (theirs, self.config, store, corpus, str(device), execution, threads, stopping, sharing, meeting,
+                    frozenset(errors.said))  # fmt: skip
             process = context.Process(target=_child, args=task, daemon=True)
             process.start()
             theirs.close()
@@ -315,11 +317,12 @@ class _Arm:
 
 
 def _child(
-    connection: Connection, config, store, corpus, device, execution, threads, stopping, sharing, meeting
+    connection: Connection, config, store, corpus, device, execution, threads, stopping, sharing, meeting, said
 ) -> None:
     """Train one arm, or be one rank of it; tell the parent about steps a few times a second, then how it ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+    errors.print_notices(said)
     torch.set_num_threads(threads)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))  # its own default is every core, for each arm
     parent, told, reason = multiprocessing.parent_process(), time.monotonic(), None

@@ -31,7 +31,7 @@ import pandas as pd
 import torch
 
 import mxfp4
-from mxfp4.errors import UserError
+from mxfp4.errors import Notice, UserError
 from mxfp4.experiments.lock import Lock
 from mxfp4.experiments.machine import default_device, git_state, machine
 from mxfp4.experiments.probes import COLUMNS as PROBE_COLUMNS
@@ -234,7 +234,8 @@ class Store:
         if other_version:
             warnings.warn(
                 f"{other_version} records in {self.root} are of another semantics version than "
-                f"{mxfp4.SEMANTICS_VERSION} and are left out",
+                f"{mxfp4.SEMANTICS_VERSION} and are left out: `mxfp4 train` makes them again",
+                Notice,
                 stacklevel=2,
             )
         return list(found.values())
@@ -344,7 +345,8 @@ def _read(folder: Path) -> Record | None:
             return record
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    warnings.warn(f"record {folder} {problem}: left out", stacklevel=3)
+    remedy = f"restore the folder from a copy, or `mxfp4 train --scale {folder.parent.name}` makes it again"
+    warnings.warn(f"record {folder} {problem}: left out; {remedy}", Notice, stacklevel=3)
     return None
 
 

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import torch
 
-from mxfp4.errors import UserError
+from mxfp4.errors import Notice, UserError
 from mxfp4.training.durable import write_atomic
 
 KEEP = 2
@@ -94,7 +94,7 @@ def newest(paths: Iterable[Path], load: Callable[[Path], T], *, warn: bool = Tru
             return step_of(path), load(path)
         except Damaged as problem:
             if warn:
-                warnings.warn(f"checkpoint {path} {problem}; using the one before it", stacklevel=2)
+                warnings.warn(f"checkpoint {path} {problem}; using the one before it", Notice, stacklevel=2)
     return None
 
 

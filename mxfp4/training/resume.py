@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mxfp4.errors import UserError
+from mxfp4.errors import Notice, UserError
 from mxfp4.training import checkpoint
 from mxfp4.training.parallel import Ranks, fill
 
@@ -96,7 +96,7 @@ class Checkpoints:
         except UserError as error:
             if needed:
                 raise
-            warnings.warn(str(error), stacklevel=2)
+            warnings.warn(str(error), Notice, stacklevel=2)
 
     def _settle(self) -> None:
         if self.writing is not None:
