@@ -32,8 +32,8 @@ from torch.nn import functional as F
 
 from mxfp4.numerics import ops
 from mxfp4.numerics.formats import BLOCK, e8m0_value, elem_format
-from mxfp4.numerics.hadamard import rotate_last
 from mxfp4.numerics.kernels.quantize_torch import block_amax, spread
+from mxfp4.numerics.rotate import rotated
 from mxfp4.numerics.scales import scale_byte
 from mxfp4.training.gemms import (
     AXES,
@@ -42,7 +42,6 @@ from mxfp4.training.gemms import (
     both_operands,
     product,
     quantized_operand,
-    rotate_both,
     token_multiple,
 )  # fmt: skip
 from mxfp4.training.recipe import GEMMS, TENSORS, Operand, Recipe
@@ -98,20 +97,20 @@ def oriented(t: Tensor, axis: int) -> Tensor:
 def in_basis(t: Tensor, op: Operand, axis: int, seed: Tensor | None, stream: int) -> Tensor:
     """The unquantized operand as its GEMM would contract it: rotated, FP32, the contracted axis last."""
     if op.two_sided:
-        return oriented(rotate_both(t.float(), ROTATION[op.hadamard].size), axis)
+        return oriented(rotated(t, ROTATION[op.hadamard].size, both=True), axis)
     value, h = oriented(t.float(), axis), ROTATION[op.hadamard]
     if h is None:
         return value
-    return rotate_last(value.contiguous(), h.size, h.resolve(seed, stream // 2, t.device))
+    return rotated(value, h.size, h.resolve(seed, stream // 2, t.device))
 
 
 def from_basis(value: Tensor, op: Operand, axis: int, seed: Tensor | None, stream: int) -> Tensor:
     """The inverse of `in_basis`: back in the tensor's own orientation, unrotated."""
     h = ROTATION[op.hadamard]
     if op.two_sided:
-        return rotate_both(oriented(value, axis).contiguous(), h.size)
+        return rotated(oriented(value, axis), h.size, both=True)
     if h is not None:
-        value = rotate_last(value.contiguous(), h.size, h.resolve(seed, stream // 2, value.device), inverse=True)
+        value = rotated(value, h.size, h.resolve(seed, stream // 2, value.device), inverse=True)
     return oriented(value, axis)
 
 

@@ -68,16 +68,35 @@ def rotate_last(x: Tensor, size: int, signs: Tensor | None = None, inverse: bool
     x = x.reshape(-1, size)
     if signs is not None and not inverse:
         x = x * signs
-    distance = 1
-    while distance < size:
-        pairs = x.view(-1, size // (2 * distance), 2, distance)
-        a, b = pairs[:, :, 0], pairs[:, :, 1]
-        x = torch.stack([a + b, a - b], dim=2).view(-1, size)
-        distance *= 2
-    x = x * (1.0 / math.sqrt(size))
+    x = _butterfly(x, size, 1)
     if signs is not None and inverse:
         x = x * signs
     return x.view(shape)
+
+
+def _butterfly(x: Tensor, size: int, step: int) -> Tensor:
+    """FP32 `x` rotated in groups of `size` elements that lie `step` apart as they are counted, the last axis fastest."""
+    shape, distance = x.shape, step
+    while distance < size * step:
+        pairs = x.reshape(-1, 2, distance)
+        a, b = pairs[:, 0], pairs[:, 1]
+        x = torch.stack([a + b, a - b], dim=1)
+        distance *= 2
+    return x.view(shape) * (1.0 / math.sqrt(size))
+
+
+def rotate_matrix(
+    x: Tensor, size: int, signs: Tensor | None, inverse: bool, both: bool, dtype: torch.dtype
+) -> Tensor:
+    """`x` [R, C] of any float dtype, rotated in FP32 along C (with `signs`, as in `rotate_last`), with `both` then along R.
+
+    Returns [R, C] in `dtype`, contiguous: the twin of the Triton kernel of this name. The sizes of the rotated axes must
+    be multiples of `size`.
+    """
+    x = rotate_last(x.float(), size, signs, inverse)
+    if both and x.numel():
+        x = _butterfly(x, size, x.shape[1])
+    return x.to(dtype)
 
 
 def hadamard_transform(

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from mxfp4.numerics.formats import BLOCK, elem_format
-from mxfp4.numerics.hadamard import Hadamard, rotate_last
+from mxfp4.numerics.hadamard import Hadamard
 from mxfp4.numerics.matmul import as_dtype, gemm, gemm_dtype
 from mxfp4.numerics.nvfp4 import nvfp4_values
 from mxfp4.numerics.ops import bf16_values, fp8_per_tensor, fp8_scale
 from mxfp4.numerics.philox import random16, random_signs
 from mxfp4.numerics.quantize import fake_quantize, fake_quantize_pair
+from mxfp4.numerics.rotate import rotated
 from mxfp4.numerics.rounding import round_stochastic
 from mxfp4.training.recipe import GEMMS, ROTATIONS, TENSORS, Operand, Recipe
 
@@ -71,7 +72,7 @@ def quantized_operand(t: Tensor, op: Operand, axis: int, seed: Tensor | None, st
     carrier = gemm_dtype(t.device)
     if op.two_sided:
         size = ROTATION[op.hadamard].size
-        t, op = rotate_both(t.float(), size), replace(op, hadamard=None)
+        t, op = rotated(t, size, both=True), replace(op, hadamard=None)
     if op.prescaled:
         # The floor rule's scale of t puts 3/4 t in [3, 6) of it: that is rceil's scale of 3/4 t, but for a block whose
         # maximum is a power of two, where rceil takes the half of it, and does not clip either.
@@ -84,7 +85,7 @@ def quantized_operand(t: Tensor, op: Operand, axis: int, seed: Tensor | None, st
     value = t if axis == -1 else t.t()
     if op.hadamard is not None:
         h = ROTATION[op.hadamard]
-        value = rotate_last(value.float(), h.size, h.resolve(seed, stream // 2, t.device))
+        value = rotated(value, h.size, h.resolve(seed, stream // 2, t.device))
     if op.format == "fp32":
         return value.float(), None
     if op.format == "bf16":
@@ -94,11 +95,6 @@ def quantized_operand(t: Tensor, op: Operand, axis: int, seed: Tensor | None, st
         value, factor = nvfp4_values(value.float(), op.block, seed if op.rounding == "stochastic" else None, stream)
         return (value.t() if op.transposable and axis == 0 else value).to(carrier), factor
     return _fp8_per_tensor(value, op, seed, stream, carrier)
-
-
-def rotate_both(t: Tensor, size: int) -> Tensor:
-    """H t H of an FP32 2-D tensor, in blocks of `size` along each axis; its own inverse."""
-    return rotate_last(rotate_last(t, size).t().contiguous(), size).t()
 
 
 def _fp8_per_tensor(t: Tensor, op: Operand, seed, stream: int, carrier: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -126,16 +122,22 @@ def both_operands(t: Tensor, name: str, layer_recipe: Recipe, seed: Tensor | Non
     """What the two GEMMs that contract tensor `name` see of it, in the order of GEMMS."""
     first, second = (g for g in GEMMS if name in TENSORS[g])  # contract axis -1 and axis 0
     ops = layer_recipe.operands()
-    if all(one_read(ops[g, name]) for g in (first, second)) and not (layer_recipe.requantize and name != "g"):
-        row, col = (how(ops[g, name], STREAMS[g, name]) for g in (first, second))
+    one, two = ops[first, name], ops[second, name]
+    streams = [stream_of(g, name, layer_recipe) for g in (first, second)]
+    again = layer_recipe.requantize and name != "g"
+    if one.two_sided and one.hadamard == two.hadamard and not again:  # one rotation is both's
+        t = rotated(t, ROTATION[one.hadamard].size, both=True)
+        one, two = replace(one, hadamard=None), replace(two, hadamard=None)
+    if one_read(one) and one_read(two) and not again:
+        row, col = how(one, streams[0]), how(two, streams[1])
         value, turned = fake_quantize_pair(t, row, col, seed=seed, dtype=gemm_dtype(t.device))
         return (value, None), (turned.t(), None)
-    value, factor = one = operand(t, first, name, layer_recipe, seed)
-    if ops[first, name] == ops[second, name] and serves_both(ops[first, name]):
-        return one, (value.t(), factor)
-    if layer_recipe.requantize and name != "g":
+    value, factor = made = quantized_operand(t, one, AXES[first, name], seed, streams[0])
+    if one == two and serves_both(one):
+        return made, (value.t(), factor)
+    if again:
         t = value if factor is None else value * factor
-    return one, operand(t, second, name, layer_recipe, seed)
+    return made, quantized_operand(t, two, AXES[second, name], seed, streams[1])
 
 
 def per_tensor(op: Operand) -> bool:
@@ -171,7 +173,7 @@ def product(
     for factor in (a_factor, b_factor):
         y = y if factor is None else y * factor
     if op.two_sided:  # the contracted axes cancelled, the outer ones are still rotated
-        y = rotate_both(y, ROTATION[op.hadamard].size).contiguous()  # as other layers give it: attention looks at strides
+        return rotated(y, ROTATION[op.hadamard].size, both=True, dtype=out_dtype)
     return as_dtype(y, out_dtype)
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from mxfp4.numerics.formats import BLOCK, E2M1
-from mxfp4.numerics.hadamard import rotate_last
-from mxfp4.numerics.matmul import as_dtype
+from mxfp4.numerics.kernels import HAS_TRITON
+from mxfp4.numerics.rotate import rotated
 from mxfp4.numerics.rounding import round_nearest
 
 CLIP = 2.92247856 / 6.0
@@ -26,35 +26,51 @@ EPS = 1e-8
 
 # An operator for the reason given in `numerics.ops`: eager and compiled runs give the same bytes.
 _library = torch.library.Library("mxfp4", "FRAGMENT")
-_library.define("quest(Tensor t) -> (Tensor, Tensor)")
+_library.define("quest(Tensor t, ScalarType dtype) -> (Tensor, Tensor)")
 
 
 @torch.library.impl(_library, "quest", "CompositeExplicitAutograd")
-def _quest(t):
-    blocks = rotate_last(t.float(), BLOCK).view(-1, BLOCK)
-    spread = blocks.std(dim=-1, keepdim=True, correction=0) * CLIP + EPS
+def _quest(t, dtype):
+    blocks = rotated(t, BLOCK).view(-1, BLOCK)
+    std = blocks.std(dim=-1, keepdim=True, correction=0)
+    values, kept = _round_blocks(t.device)(blocks, std, CLIP, EPS, dtype)
+    return values.view(t.shape), kept.view(t.shape)
+
+
+def _round_blocks(device: torch.device):
+    """`round_blocks` or its kernel."""
+    if device.type == "cuda" and HAS_TRITON:
+        from mxfp4.numerics.kernels import quest_triton
+
+        return quest_triton.round_blocks
+    return round_blocks
+
+
+def round_blocks(blocks: Tensor, std: Tensor, clip: float, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(values in `dtype`, kept, bool) of FP32 rotated `blocks` [n, 32] with standard deviations `std` [n, 1]."""
+    spread = std * clip + eps
     scale = (spread.view(torch.int32) & 0x7F800000).view(torch.float32)  # the exponent alone
     scaled = blocks / scale
-    return (round_nearest(scaled, E2M1) * scale).view(t.shape), (scaled.abs() < E2M1.max).view(t.shape)
+    return (round_nearest(scaled, E2M1) * scale).to(dtype), scaled.abs() < E2M1.max
 
 
 @torch.library.register_fake("mxfp4::quest", lib=_library)
-def _quest_shapes(t):
-    return t.new_empty(t.shape, dtype=torch.float32), t.new_empty(t.shape, dtype=torch.bool)
+def _quest_shapes(t, dtype):
+    return t.new_empty(t.shape, dtype=dtype), t.new_empty(t.shape, dtype=torch.bool)
 
 
 class _Projection(torch.autograd.Function):
     @staticmethod
     def forward(ctx, t: Tensor, source: torch.dtype):
-        values, kept = torch.ops.mxfp4.quest(t.to(source).contiguous())
+        values, kept = torch.ops.mxfp4.quest(t.to(source), t.dtype)
         ctx.save_for_backward(kept)
-        return as_dtype(values, t.dtype)
+        return values
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         (kept,) = ctx.saved_tensors
         masked = torch.where(kept, grad, torch.zeros((), dtype=grad.dtype, device=grad.device))
-        return as_dtype(rotate_last(masked.float(), BLOCK), grad.dtype), None
+        return rotated(masked, BLOCK, dtype=grad.dtype), None
 
 
 def project(t: Tensor, source: torch.dtype) -> Tensor:

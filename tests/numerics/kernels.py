@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from contextlib import contextmanager
+from functools import cache
 from types import ModuleType
 
 import pytest
@@ -28,9 +29,27 @@ def load(name: str) -> ModuleType:
         origin = importlib.util.find_spec(full).origin
         copy = importlib.util.module_from_spec(importlib.util.spec_from_file_location(alias, origin))
         sys.modules[alias] = copy
+        _convert_as_chips_do()
         with _interpreting():
             copy.__spec__.loader.exec_module(copy)
     return sys.modules[alias]
+
+
+@cache
+def _convert_as_chips_do() -> None:
+    """Make the interpreter round FP32 to BF16 to nearest even, where it truncates, and read BF16's subnormals right."""
+    from triton.runtime import interpreter
+
+    original = interpreter._convert_float
+
+    def convert(data, source, target, rounding_mode):
+        if (source.name, target.name) == ("bf16", "fp32"):
+            return data.astype("uint32") << 16
+        if (source.name, target.name, rounding_mode) == ("fp32", "bf16", None):
+            return torch.from_numpy(data.copy()).bfloat16().view(torch.int16).numpy().view("uint16")
+        return original(data, source, target, rounding_mode)
+
+    interpreter._convert_float = convert
 
 
 @contextmanager

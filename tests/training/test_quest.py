@@ -94,4 +94,4 @@ def test_refusals():
 
 def test_the_operator_is_what_a_compiler_is_told_of_any_strides():
     for t in (torch.randn(64, 96), torch.randn(96, 64).t(), torch.randn(64, 96)[:, :64]):
-        torch.library.opcheck(torch.ops.mxfp4.quest.default, (t,), test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(torch.ops.mxfp4.quest.default, (t, torch.bfloat16), test_utils=("test_schema", "test_faketensor"))

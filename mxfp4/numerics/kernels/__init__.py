@@ -11,6 +11,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from mxfp4.numerics import hadamard
 from mxfp4.numerics.kernels import quantize_cpu, quantize_eager, quantize_torch
 from mxfp4.numerics.kernels.quantize_torch import Orientation, Outputs
 
@@ -32,3 +33,12 @@ def quantize_matrix(
     if x.device.type == "cpu":
         return quantize_eager.quantize_matrix(x, row, col, seed)
     return quantize_torch.quantize_matrix(x, row, col, seed)
+
+
+def rotate_matrix(x: Tensor, size: int, signs: Tensor | None, inverse: bool, both: bool, dtype: torch.dtype) -> Tensor:
+    """x [R, C] rotated along C or along both axes, contiguous, in `dtype`; see the twin in `hadamard.py`."""
+    if x.is_cuda and HAS_TRITON:
+        from mxfp4.numerics.kernels import rotate_triton
+
+        return rotate_triton.rotate_matrix(x, size, signs, inverse, both, dtype)
+    return hadamard.rotate_matrix(x, size, signs, inverse, both, dtype)

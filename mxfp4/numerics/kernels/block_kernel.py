@@ -137,11 +137,11 @@ def _write(groups, amax, values, scales, line0, blocks, line_limit, block_limit,
 
 
 @triton.jit
-def _load(source, step, mask, N: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr):
+def load_apart(source, step, mask, N: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr):
     """N loads of [P, W] that lie `step` apart -> [P, W, 2, ..., 2]: one at a time, so that a thread keeps its own."""
     if N > 1:
-        even = _load(source, step * 2, mask, N // 2, MASKED, POLICY)
-        odd = _load(source + step, step * 2, mask, N // 2, MASKED, POLICY)
+        even = load_apart(source, step * 2, mask, N // 2, MASKED, POLICY)
+        odd = load_apart(source + step, step * 2, mask, N // 2, MASKED, POLICY)
         x = tl.join(even, odd)
     elif MASKED:
         x = tl.load(source, mask=mask, other=0.0, eviction_policy=POLICY)
@@ -227,11 +227,12 @@ def quantize_kernel(
         AHEAD: tl.constexpr = 2 if TM >= 2 * LINES else 1  # loads under way at a time
         for above in range(0, TM, LINES * AHEAD):
             mask = (r0 + above + row < R) & (c0 + row_block * 32 < C)
-            groups = (_load(source + above * row_stride, 8 * col_stride, mask[:, None], ROW_G // 8, MASKED, POLICY),)
+            here = source + above * row_stride
+            groups = (load_apart(here, 8 * col_stride, mask[:, None], ROW_G // 8, MASKED, POLICY),)
             if AHEAD == 2:
                 mask = (r0 + above + LINES + row < R) & (c0 + row_block * 32 < C)
                 below = source + (above + LINES) * row_stride
-                groups = (groups[0], _load(below, 8 * col_stride, mask[:, None], ROW_G // 8, MASKED, POLICY))
+                groups = (groups[0], load_apart(below, 8 * col_stride, mask[:, None], ROW_G // 8, MASKED, POLICY))
             for i in tl.static_range(AHEAD):
                 group = tl.permute(tl.reshape(groups[i], (P, 8, ROW_G // 8)), (0, 2, 1))
                 group = tl.reshape(group, (P, ROW_G))
@@ -265,7 +266,7 @@ def quantize_kernel(
         for left in range(0, TN, COLUMNS):
             c = c0 + left + column[:, None] + tl.arange(0, V)[None, :]
             inside = (r0 + col_block * 32 < R)[:, None] & (c < C)
-            group = _load(source + left * col_stride, row_stride, inside, COL_G, MASKED, "evict_first")
+            group = load_apart(source + left * col_stride, row_stride, inside, COL_G, MASKED, "evict_first")
             group = tl.permute(tl.reshape(group, (P, V, COL_G)), (0, 2, 1))
             columns = _columns(group, P, COL_G, V)
             amax = tl.full((P, COL_G // 32), 0.0, tl.float32)
