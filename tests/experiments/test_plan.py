@@ -237,6 +237,7 @@ def test_the_end_of_the_time_leaves_checkpoints_and_the_next_call_goes_on(store,
 
 RUN = """
 import sys
+import torch
 torch.set_num_threads(1)
 sys.path.insert(0, {tests!r})
 from fakes import FakeCorpus
