@@ -131,6 +131,12 @@ def plan(
     return Plan(name, scale, tuple(sorted(wanted, key=lambda config: config.seed)))
 
 
+BASES = ("this arm", "other arms of its model", "other models")
+"""What an estimate may rest on: records of the recipe in the model, of other recipes in it, or of other models of this
+scale by their active weights, dense ones for dense and those with experts for experts: no step of experts is captured
+or compiled."""
+
+
 @dataclass(frozen=True)
 class ArmStatus:
     """Where one arm of a plan stands."""
@@ -141,8 +147,10 @@ class ArmStatus:
     step: int
     """Step of its checkpoint, 0 without one."""
     seconds: float | None
-    """What the rest of it is estimated to take of a device's time, from records of its model, else of other models by
-    their active weights; 0 when done, None without any record of this scale."""
+    """What the rest of it is estimated to take of a device's time; 0 when done, None where nothing like it is
+    measured."""
+    basis: str = ""
+    """What that rests on, one of BASES; empty when done or not measured."""
 
     @property
     def done(self) -> bool:
@@ -161,19 +169,21 @@ class Plan:
         """Each arm: done, begun or missing, and its cost."""
         records = store.load(self.scale.name)
         costs = {model: _seconds_per_token(records, model) for model in {a.model for a in self.arms}}
-        elsewhere = _seconds_per_unit(records)
+        elsewhere = {experts: _seconds_per_unit(records, experts) for experts in (False, True)}
         found = []
         for config in self.arms:
             cost = costs[config.model]
             record = store.get(config, device)
             step = 0 if record else checkpoint.latest_step(store.checkpoint_dir(config, device)) or 0
-            rate = cost.get(config.recipe, cost.get(""))
-            if rate is None and elsewhere is not None:
-                rate = elsewhere * _work(config.model)
-            rest = (config.steps - step) * config.tokens_per_step
-            found.append(
-                ArmStatus(config, record, step, 0.0 if record else None if rate is None else rest * rate)
-            )
+            unit = elsewhere[bool(config.model.n_experts)]
+            rates = (cost.get(config.recipe), cost.get(""), None if unit is None else unit * _work(config.model))
+            known = [(basis, rate) for basis, rate in zip(BASES, rates, strict=True) if rate is not None]
+            if record or not known:
+                found.append(ArmStatus(config, record, step, 0.0 if record else None))
+            else:
+                basis, rate = known[0]
+                rest = (config.steps - step) * config.tokens_per_step
+                found.append(ArmStatus(config, None, step, rest * rate, basis))
         return found
 
     def records(self, store: Store, device=None) -> list[Record]:
@@ -208,8 +218,8 @@ def _work(model: ModelConfig) -> int:
     return active.n_params_non_embedding() + model.vocab_size * model.dim
 
 
-def _seconds_per_unit(records: list[Record]) -> float | None:
-    """Seconds a token and active weight, the mean over models; None without a record."""
-    models = {record.config.model for record in records}
+def _seconds_per_unit(records: list[Record], experts: bool) -> float | None:
+    """Seconds a token and active weight, the mean over models with or without experts; None without a record."""
+    models = {record.config.model for record in records if bool(record.config.model.n_experts) == experts}
     rates = [_seconds_per_token(records, m)[""] / _work(m) for m in models if _seconds_per_token(records, m)]
     return sum(rates) / len(rates) if rates else None

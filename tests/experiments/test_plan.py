@@ -15,7 +15,9 @@ from fakes import TINY, FakeCorpus
 
 import mxfp4
 from mxfp4.errors import UserError
-from mxfp4.experiments.plan import FULL, SMALL, Plan, plan, plans_of
+from mxfp4.experiments import cli
+from mxfp4.experiments.commands import plan as command
+from mxfp4.experiments.plan import BASES, FULL, SMALL, Plan, plan, plans_of
 from mxfp4.experiments.scales import CPU, SCALES
 from mxfp4.experiments.store import Store
 from mxfp4.experiments.study import setting
@@ -181,6 +183,35 @@ def test_the_cost_of_a_size_without_records_follows_its_weights(store):
     run_plan(small(recipes=("bf16",), seeds=(0,)), store, jobs=1, device="cpu", corpus=CORPUS)
     own, wide = (plan("table1", SCALE, recipes=["fp8"], seeds=[0], **s) for s in ({}, {"model": replace(TINY, dim=128)}))
     assert wide.status(store, "cpu")[0].seconds > 2 * own.status(store, "cpu")[0].seconds > 0
+
+
+def test_what_an_estimate_rests_on_and_experts_are_not_measured_by_dense_runs(store, monkeypatch, capsys):
+    """A step of experts is neither captured nor compiled: a dense model's speed says nothing about it."""
+    own, wide, experts, more = (
+        plan("table1", SCALE, recipes=["fp8"], seeds=[0], model=replace(TINY, **m)).arms[0]
+        for m in ({}, {"dim": 128}, {"n_experts": 4}, {"n_experts": 8})
+    )
+    wanted = Plan("mixed", SCALE, (own, replace(own, seed=1), replace(own, recipe="mxfp4"), wide, experts, more))
+
+    def bases():
+        return [(a.basis, a.seconds is None) for a in wanted.status(store, "cpu")]
+
+    assert bases() == [("", True)] * 6
+    put(store, own)
+    known = [("", False), (BASES[0], False), (BASES[1], False), (BASES[2], False)]
+    assert bases() == [*known, ("", True), ("", True)]
+    monkeypatch.setenv("MXFP4_RUNS", str(store.root))
+    monkeypatch.setattr(command, "chosen_plan", lambda args, name=None: wanted)
+    assert cli.main(["plan", "--plan", "table1"]) == 0
+    said = capsys.readouterr().out
+    left = sum(a.seconds or 0 for a in wanted.status(store, "cpu"))
+    assert said.splitlines()[-1].endswith(
+        f"about {command.duration(left)} of one device from measured speeds (1 by this arm, 1 by other arms of its "
+        "model, 1 by other models), and 2 arms not measured yet: no record of such a model at this scale"
+    )
+    assert said.count("missing, not measured yet") == 2 and said.count("(by other models)") == 1
+    put(store, experts)
+    assert bases()[4:] == [("", False), (BASES[2], False)] and bases()[3] == known[3]
 
 
 def test_several_processes_give_the_bytes_of_one(store, tmp_path):

@@ -10,9 +10,7 @@ from mxfp4.experiments.commands.train import add_plan_arguments, chosen_plan
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register the sub-command."""
-    parser = subparsers.add_parser(
-        "plan", help="what is done, what is left, what it will cost", description=__doc__
-    )
+    parser = subparsers.add_parser("plan", help="what is done, what is left, what it will cost", description=__doc__)
     add_plan_arguments(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="whose records (default: a GPU's, but at scale cpu)")
     parser.set_defaults(handler=run)
@@ -47,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _describe(arm) -> str:
+    from mxfp4.experiments.plan import BASES  # imports torch
+
     if arm.done:
         outcome = arm.record.outcome
         loss = outcome["final_loss"]
@@ -55,7 +55,9 @@ def _describe(arm) -> str:
         )
         return f"{text}, {outcome['reason']}" if outcome["reason"] else text
     text = f"begun, step {arm.step} of {arm.config.steps}" if arm.step else "missing"
-    return text if arm.seconds is None else f"{text}, {duration(arm.seconds)}"
+    if arm.seconds is None:
+        return f"{text}, not measured yet"
+    return f"{text}, {duration(arm.seconds)}" + ("" if arm.basis == BASES[0] else f" (by {arm.basis})")
 
 
 def setting_text(config, own) -> str:
@@ -77,9 +79,17 @@ def _summary(arms: list) -> str:
 
 
 def _cost(left: list) -> str:
-    if any(a.seconds is None for a in left):
-        return "time unknown until one arm of this scale is in the store"
-    return f"about {duration(sum(a.seconds for a in left))} of one device, from measured speeds"
+    from mxfp4.experiments.plan import BASES
+
+    known = [a for a in left if a.seconds is not None]
+    parts = []
+    if known:
+        by = Counter(a.basis for a in known)
+        rests = ", ".join(f"{by[basis]} by {basis}" for basis in BASES if by[basis])
+        parts.append(f"about {duration(sum(a.seconds for a in known))} of one device from measured speeds ({rests})")
+    if len(known) < len(left):
+        parts.append(f"{len(left) - len(known)} arms not measured yet: no record of such a model at this scale")
+    return ", and ".join(parts)
 
 
 def duration(seconds: float) -> str:
