@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from mxfp4.errors import UserError
 from mxfp4.experiments.claims import Verdict
 from mxfp4.experiments.plan import Plan, parts_of, plan
+from mxfp4.experiments.scales import Scale
 from mxfp4.experiments.store import Store
 from mxfp4.experiments.study import Study, count, same_setting, studies
 from mxfp4.training.config import TrainConfig
@@ -66,7 +67,8 @@ class Evidence:
                 "These settings are not those of the plan as it stands; they are what the store holds."
             )
         if self.study is None:
-            parts.append(f"Not run yet at this scale; <code>{html.escape(self.command)}</code> runs it.")
+            beyond = f" {self.beyond}" if self.beyond else ""
+            parts.append(f"Not run yet at this scale; <code>{html.escape(self.command)}</code> runs it.{beyond}")
         elif self.missing:
             parts.append(self.partial.text())
         return f'<div class="mx-evidence"><p>{" ".join(parts)}</p>{_folded(names)}</div>'
@@ -74,7 +76,15 @@ class Evidence:
     @property
     def partial(self) -> Partial:
         """A note that the page is partial; it shows nothing where no arm is missing."""
-        return _partial(self.missing, self.plan.arms, self.command)
+        return _partial(self.missing, self.plan.arms, self.command, self.beyond)
+
+    @property
+    def beyond(self) -> str:
+        """A sentence where `make reproduce` does not run the plan; empty where it does."""
+        scale = self.plan.scale
+        if _asked_for(self.plan.name, scale):
+            return ""
+        return f"Plan {self.plan.name} is no part of <code>make reproduce</code> at scale {scale.name}."
 
     def __repr__(self) -> str:
         names = self.study.names(*self.arms) if self.study else []
@@ -96,6 +106,8 @@ class Partial:
     command: str
     absent: tuple[str, ...] = ()
     """Arms without any run."""
+    beyond: str = ""
+    """That these runs are beyond what is run unasked, as a sentence."""
 
     def text(self) -> str:
         said = (
@@ -103,6 +115,7 @@ class Partial:
             f"verdicts may still change; <code>{html.escape(self.command)}</code> adds them, "
             "<code>mxfp4 status</code> says what is in work."
         )
+        said += f" {self.beyond}" if self.beyond else ""
         if not self.absent:
             return said
         names = ", ".join(f"<code>{html.escape(arm)}</code>" for arm in self.absent[:NAMED])
@@ -116,11 +129,17 @@ class Partial:
         return f"partial: {self.missing} of {self.runs} runs are missing" if self.missing else ""
 
 
-def _partial(missing: Sequence[str], arms: Sequence[TrainConfig], command: str) -> Partial:
+def _asked_for(name: str, scale: Scale) -> bool:
+    """Whether the plan `all`, which `make reproduce` runs, holds all of plan `name`."""
+    return set(parts_of(name, scale)) <= set(parts_of("all", scale))
+
+
+def _partial(missing: Sequence[str], arms: Sequence[TrainConfig], command: str, beyond: str) -> Partial:
     """missing: as recipe-sSEED, once for each setting of the plan that lacks it."""
     planned = Counter(c.recipe for c in arms)
     lacked = Counter(name.rpartition("-s")[0] for name in missing)
-    return Partial(len(missing), len(arms), command, tuple(r for r, n in planned.items() if lacked[r] == n))
+    absent = tuple(r for r, n in planned.items() if lacked[r] == n)
+    return Partial(len(missing), len(arms), command, absent, beyond)
 
 
 class Sources:
@@ -173,7 +192,7 @@ def gather(
 def partial_of(parts: Sequence[Evidence]) -> Partial:
     """The note for a page that shows several settings of one plan."""
     missing, arms = ([x for part in parts for x in of(part)] for of in (lambda p: p.missing, lambda p: p.plan.arms))
-    return _partial(missing, arms, parts[0].command if parts else "")
+    return _partial(missing, arms, *((parts[0].command, parts[0].beyond) if parts else ("", "")))
 
 
 def gather_each(
@@ -183,8 +202,7 @@ def gather_each(
     store = store or Store()
     given = {k: v for k, v in overrides.items() if v}
     wanted = plan(name, scale, recipes=recipes, **given)
-    unasked = set(parts_of(name, wanted.scale)) <= set(parts_of("all", wanted.scale))
-    if wanted.scale.name == "cpu" and (unasked or given) and any(store.get(c) is None for c in wanted.arms):
+    if wanted.scale.name == "cpu" and (_asked_for(name, wanted.scale) or given) and any(store.get(c) is None for c in wanted.arms):
         summary = wanted.run(store)
         if summary.failed:
             arm, reason = next(iter(summary.failed.items()))

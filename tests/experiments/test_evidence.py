@@ -9,10 +9,11 @@ import pytest
 from fake_studies import config, fill, put
 
 from mxfp4.errors import UserError
-from mxfp4.experiments import charts, curves, figures, findings, logs, metrics, published
+from mxfp4.experiments import charts, cli, curves, figures, findings, logs, metrics, published
 from mxfp4.experiments.charts import render
 from mxfp4.experiments.claims import judge_all, load_ledger
-from mxfp4.experiments.evidence import NAMED, Partial, Sources, gather, gather_each
+from mxfp4.experiments.evidence import NAMED, Partial, Sources, gather, gather_each, partial_of
+from mxfp4.experiments.plan import LAPTOP, PLANS
 from mxfp4.experiments.rounding_bias import PRESCALED, bias_summary, sr_bias_frame
 from mxfp4.experiments.scales import SCALES
 from mxfp4.experiments.store import Store
@@ -186,7 +187,8 @@ def test_square_blocks_are_spoken_of_where_there_are_any():
 def test_an_arm_keeps_its_colour_where_fp8_is_not_drawn(study):
     arms = ["fp8", "mxfp4", "mxfp4+h16"]
     with_fp8 = figures.learning_curves(curves.mean_curves(study, arms), y="loss", title="T", y_title="nats")
-    without = figures.learning_curves(curves.difference_curves(study, arms, "fp8"), y="difference", title="T", y_title="nats")
+    frame = curves.difference_curves(study, arms, "fp8")
+    without = figures.learning_curves(frame, y="difference", title="T", y_title="nats")
     scales = [chart.to_dict()["layer"][0]["encoding"]["color"]["scale"] for chart in (with_fp8, without)]
     colours = [dict(zip(s["domain"], s["range"], strict=True)) for s in scales]
     assert "fp8" in colours[0] and colours[1] == {arm: colours[0][arm] for arm in arms[1:]}
@@ -219,13 +221,35 @@ def test_a_laptop_trains_no_plan_that_was_not_asked_for(tmp_path):
     assert not (tmp_path / "records").exists()
 
 
+def test_a_page_says_where_its_runs_are_no_part_of_reproduce(tmp_path):
+    """On a laptop `all` leaves the sizes out, so that a page of them stays partial after it."""
+    store, cpu = Store(tmp_path), SCALES["cpu"]
+    put(store, cpu.config("bf16", 0))  # the scale's own size, which table1 has
+    parts = gather_each("sizes", "cpu", store=store)
+    said = "Plan sizes is no part of <code>make reproduce</code> at scale cpu."
+    assert said in partial_of(parts)._repr_html_() and said in gather("sizes", "cpu", store=store).partial.text()
+    missing, own, _ = (part._repr_html_() for part in parts)
+    assert said in missing and "Not run yet" in missing and said in own and "Partial" in own
+    for name in ("sizes", "table1"):
+        assert "no part of" not in partial_of(gather_each(name, "gpu", store=store))._repr_html_()
+
+
+def test_the_help_of_a_plan_names_what_a_laptop_runs_unasked(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"`make reproduce` runs: every plan of the scale, but at cpu {', '.join(LAPTOP)} alone)" in said
+    assert f"{', '.join(PLANS)} or all" in said
+
+
 def test_a_difference_far_beyond_the_others_stands_at_the_edge_with_its_size():
     spans = {"low": [0.0, 0.01, 0.01, 0.02, 1.6], "high": [0.02, 0.03, 0.05, 0.06, 1.8]}
-    rows = {"arm": list("abcde"), "difference": [0.01, 0.02, 0.03, 0.04, 1.7], "text": "", "seeds": 1, "outcome": "", "model": "dense"}
-    frame = pd.DataFrame(rows | spans)
+    rows = {"arm": list("abcde"), "difference": [0.01, 0.02, 0.03, 0.04, 1.7], "text": "", "seeds": 1, "outcome": ""}
+    frame = pd.DataFrame(rows | spans | {"model": "dense"})
     for chart in (figures.gaps(frame, title="T", unit="u"), figures.gaps_by(frame, "model", title="T", unit="u")):
         _, points, beyond = chart.layer
-        assert list(points.data["difference"]) == [0.01, 0.02, 0.03, 0.04] and list(beyond.data["label"]) == ["1.70 \u25b6"]
+        assert list(points.data["difference"]) == [0.01, 0.02, 0.03, 0.04]
+        assert list(beyond.data["label"]) == ["1.70 \u25b6"]
         assert beyond.data["difference"].max() == pytest.approx(0.06)
         assert chart.to_dict()["title"]["subtitle"] == [charts.CUT]
         render(chart, "a caption")
@@ -234,7 +258,8 @@ def test_a_difference_far_beyond_the_others_stands_at_the_edge_with_its_size():
 
 def test_the_cost_of_sr_by_block_shape_is_of_pairs_that_were_run(tmp_path):
     store = Store(tmp_path)
-    for arm, offset in (("mxfp4", 0.1), ("mxfp4+sr-grad", 0.15), ("ti2d", 0.2), ("ti2d-no-sr", 0.9), ("mxfp4+rceil", 0.1)):
+    offsets = {"mxfp4": 0.1, "mxfp4+sr-grad": 0.15, "ti2d": 0.2, "ti2d-no-sr": 0.9, "mxfp4+rceil": 0.1}
+    for arm, offset in offsets.items():
         put(store, config(arm), offset=offset)
     (study,) = studies(store.load())
     found = curves.sr_by_shape_frame(study).set_index("shape")["cost"].astype(float)
@@ -266,7 +291,8 @@ def test_scatter_is_what_arm_and_seed_do_not_explain(tmp_path):
     (study,) = studies(store.load())
     sd, arms, seeds = curves.scatter(study)
     # differences of the two seeds: 0.02, 0.02, 0 around their mean; a run's variance is half of a difference's
-    assert (arms, seeds) == (3, 2) and sd == pytest.approx(math.sqrt((2 * 0.0066667**2 + 0.0133333**2) / 2 / 2), rel=1e-3)
+    wanted = math.sqrt((2 * 0.0066667**2 + 0.0133333**2) / 2 / 2)
+    assert (arms, seeds) == (3, 2) and sd == pytest.approx(wanted, rel=1e-3)
     assert f"{sd:.4f} nats" in curves.scatter_text(study) and "takes 8 seeds" in curves.scatter_text(study)
     assert curves.scatter(study, reference="bf16") is None and "too few" in curves.scatter_text(study, reference="bf16")
 
@@ -294,4 +320,5 @@ def test_runs_that_end_above_an_earlier_evaluation_are_counted(tmp_path):
     last = curve["eval_loss"].dropna().index[-1]
     curve.loc[last, "eval_loss"] = curve["eval_loss"].min() + 0.05
     before = curve["eval_loss"].dropna()
-    assert f"1 of 4 runs end above their lowest evaluation, by {before.iloc[-1] - before.min():.4f} nats" in curves.turning_text(study)
+    rise = before.iloc[-1] - before.min()
+    assert f"1 of 4 runs end above their lowest evaluation, by {rise:.4f} nats" in curves.turning_text(study)

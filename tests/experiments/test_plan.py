@@ -127,7 +127,8 @@ def test_seeds_come_last():
 def test_another_corpus_leaves_the_plan_about_one_on_its_own():
     """Its model has that corpus's vocabulary, in which no text could be written."""
     arms = plan("all", "gpu", corpus="technical").arms
-    assert {(a.corpus, a.model.vocab_size) for a in arms} == {("technical", SCALES["gpu"].model.vocab_size), ("synthetic", 1024)}
+    wanted = {("technical", SCALES["gpu"].model.vocab_size), ("synthetic", 1024)}
+    assert {(a.corpus, a.model.vocab_size) for a in arms} == wanted
 
 
 def test_unknown_names_are_refused():
@@ -181,7 +182,8 @@ def test_arms_that_shared_a_device_cost_their_part_of_its_time(store):
 
 def test_the_cost_of_a_size_without_records_follows_its_weights(store):
     run_plan(small(recipes=("bf16",), seeds=(0,)), store, jobs=1, device="cpu", corpus=CORPUS)
-    own, wide = (plan("table1", SCALE, recipes=["fp8"], seeds=[0], **s) for s in ({}, {"model": replace(TINY, dim=128)}))
+    settings = ({}, {"model": replace(TINY, dim=128)})
+    own, wide = (plan("table1", SCALE, recipes=["fp8"], seeds=[0], **s) for s in settings)
     assert wide.status(store, "cpu")[0].seconds > 2 * own.status(store, "cpu")[0].seconds > 0
 
 

@@ -12,9 +12,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("train", help="train the missing arms of a plan", description=__doc__)
     add_plan_arguments(parser)
     parser.add_argument("--jobs", type=int, help="arms at a time on each device (default: the scale's)")
-    parser.add_argument(
-        "--max-minutes", type=float, metavar="M", help="stop after M minutes, with checkpoints"
-    )
+    parser.add_argument("--max-minutes", type=float, metavar="M", help="stop after M minutes, with checkpoints")
     parser.add_argument(
         "--last-start", type=float, metavar="M", help="begin no arm after M minutes; those in work are finished"
     )
@@ -43,17 +41,15 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that pick a plan and some of its arms; `chosen_plan` reads them."""
     parser.add_argument("--scale", default="cpu", help="cpu, gpu or mi355x (default: cpu)")
     parser.add_argument(
-        "--plan",
-        default="all",
-        help="table1, disagreement, p2, others, two-sided, sizes, moe, synthetic or all (default: all)",
-    )
+        "--plan", default="all",
+        help="table1, disagreement, p2, others, two-sided, sizes, moe, synthetic or all (default: all, which "
+        "`make reproduce` runs: every plan of the scale, but at cpu table1, disagreement, p2, synthetic alone)",
+    )  # fmt: skip
     parser.add_argument(
         "--arm", action="append", metavar="RECIPE",
         help="these recipes instead, in each setting of the plan; may be given again",
     )  # fmt: skip
-    parser.add_argument(
-        "--seed", action="append", type=int, metavar="S", help="these seeds instead; may be given again"
-    )
+    parser.add_argument("--seed", action="append", type=int, metavar="S", help="these seeds instead, as with --arm")
     parser.add_argument("--corpus", help="this corpus instead, such as c4:768-895 for some shards of C4")
 
 
@@ -67,7 +63,8 @@ def chosen_plan(args: argparse.Namespace, name: str | None = None):
         get_corpus(args.corpus)  # refuses what is none
     chosen = plan(name or args.plan, args.scale, recipes=args.arm, seeds=args.seed, **overrides)
     if overrides and name is None and all(a.corpus != args.corpus for a in chosen.arms):
-        raise UserError(f"plan {args.plan!r} is about corpus {chosen.arms[0].corpus!r} and has no arm on {args.corpus!r}")
+        own = chosen.arms[0].corpus
+        raise UserError(f"plan {args.plan!r} is about corpus {own!r} and has no arm on {args.corpus!r}")
     return chosen
 
 
