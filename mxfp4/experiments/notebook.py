@@ -24,6 +24,7 @@ from typing import Any
 
 import mxfp4
 from mxfp4.errors import UserError
+from mxfp4.experiments.allowed import check
 from mxfp4.experiments.parameters import Parameter, bind, read_parameters
 from mxfp4.experiments.scales import get_scale
 from mxfp4.experiments.tidy import tidy
@@ -119,6 +120,7 @@ def run_notebook(
     values = bind(read.parameters, given, read.name)
     scale = scale or values.get("scale", "cpu")
     get_scale(scale)
+    check(read.parameters, values)
     target = _inside(runs_dir() / "notebooks" / scale / f"{_result_name(read, values)}.ipynb")
     if not force and _key_of(target) == run_key(read, values, scale):
         return Run(target, skipped=True, seconds=0.0)

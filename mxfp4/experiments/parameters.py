@@ -46,6 +46,8 @@ class Parameter:
         if scalar == self.type:
             return self._scalar(value, scalar)
         if isinstance(value, str):
+            value = value.strip()
+            value = value[1:-1] if value[:1] + value[-1:] in ("[]", "()") else value
             value = [part.strip() for part in value.split(",") if part.strip()]
         if not isinstance(value, (list, tuple)):
             raise self._refuse(value)

@@ -21,7 +21,7 @@ PARAMETERS = """```{code-cell} ipython3
 
 seed: int = 3  # seed
 rate: float = 0.5  # a rate
-arm: str = "bf16"  # an arm
+word: str = "bf16"  # a word
 fast: bool = False  # whether to hurry
 seeds: tuple[int, ...] = (1, 2)  # some seeds
 scale: str = "cpu"  # scale
@@ -50,13 +50,13 @@ def write(project: Path, *cells: str, name: str = "a", parameters: str = PARAMET
     return path
 
 
-SHOW = "print(seed, rate, arm, fast, seeds, scale)\nimport sys, os; print(sys.executable); print(os.getcwd())"
+SHOW = "print(seed, rate, word, fast, seeds, scale)\nimport sys, os; print(sys.executable); print(os.getcwd())"
 
 
 def test_runs_skips_and_runs_again_when_something_changed(project, monkeypatch):
     path = write(project, SHOW)
     monkeypatch.chdir(project / "book")  # any folder below the checkout will do
-    given = {"seed": "7", "fast": "yes", "seeds": "4, 5", "arm": "it's"}
+    given = {"seed": "7", "fast": "yes", "seeds": "4, 5", "word": "it's"}
     first = run_notebook(path, given)
     assert first.path.parent == project / "runs" / "notebooks" / "cpu" and not first.skipped
     assert first.path.name.startswith("a-")  # other parameters leave the book's page alone
@@ -126,13 +126,13 @@ def test_dying_kernel_is_one_line(project):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"sede": 1}, "a has no parameter 'sede': did you mean seed? known: seed, rate, arm, fast, seeds, scale"),
+        ({"sede": 1}, "a has no parameter 'sede': did you mean seed? known: seed, rate, word, fast, seeds, scale"),
         ({"seed": "1.5"}, "parameter seed='1.5': allowed is an int, such as 3 (seed)"),
         ({"seed": True}, "parameter seed=True: allowed is an int"),
         ({"rate": "fast"}, "parameter rate='fast': allowed is a finite float"),
         ({"rate": "nan"}, "parameter rate='nan'"),
         ({"fast": "maybe"}, "parameter fast='maybe': allowed is true or false"),
-        ({"arm": 3}, "parameter arm=3: allowed is a str"),
+        ({"word": 3}, "parameter word=3: allowed is a str"),
         ({"seeds": "1,x"}, "parameter seeds='1,x'"),
         ({"scale": "../../etc"}, "scale '../../etc' is not known; allowed: cpu, gpu, mi355x"),
     ],
@@ -184,6 +184,7 @@ def test_parameters_cell_is_checked(source, message):
 def test_lists_and_pairs():
     known = read_parameters("names: list[str] = []  # n\nrates: list[float] = [0.5]  # r", "a")
     assert bind(known, {"names": "a, b", "rates": "1,2.5"}, "a") == {"names": ["a", "b"], "rates": [1.0, 2.5]}
+    assert bind(known, {"names": "[a]", "rates": "(1, 2)"}, "a") == {"names": ["a"], "rates": [1.0, 2.0]}
     assert bind(known, {}, "a") == {"names": [], "rates": [0.5]}
     assert split_pair("a=b=c") == ("a", "b=c")
     for bad in ("a", "=1", "a-b=1"):
