@@ -13,10 +13,11 @@ from torch import Tensor
 
 import mxfp4
 from mxfp4.experiments.bench import attempt, gpu_seconds, torchao_to_mx
-from mxfp4.numerics import packed_ops
+from mxfp4.numerics import hadamard, packed_ops
 from mxfp4.numerics.isa import orientation
 from mxfp4.numerics.kernels import quantize_matrix, quantize_torch
 from mxfp4.numerics.kernels.quantize_torch import Orientation
+from mxfp4.numerics.rotate import rotated
 
 DEVICE = "cuda"
 ROWS, COLUMNS, GEMM = 16384, 8192, 8192
@@ -74,6 +75,12 @@ def rows(rivals: bool = True) -> Iterator[dict]:
     right = lambda outputs: _equal(outputs, [values])
     yield attempt("unpacked", "mxfp4", lambda: measured(call, right, (q.qdata, q.scale)))
     del q, values, call, right
+    for name, both in (("rotated, h16", False), ("rotated, both axes, h16", True)):
+        call = lambda both=both: [rotated(x, 16, both=both)]
+        right = lambda outputs, both=both: _equal(
+            [outputs[0][:512, :1024]], [hadamard.rotate_matrix(x[:512, :1024], 16, None, False, both, torch.float32)]
+        )
+        yield attempt(name, "mxfp4", lambda call=call, right=right: measured(call, right))
     if rivals:
         for name, who, make in _rivals(x, seed):
             yield attempt(name, who, lambda make=make: measured(*make()))

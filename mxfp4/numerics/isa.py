@@ -237,6 +237,17 @@ def _unpack(target: Arch):
     return k._unpack_kernel, arguments, options, 2 * out.numel(), moved, f"{ROWS}x{INNER} -> bfloat16"
 
 
+def _rotate(target: Arch):
+    from mxfp4.numerics.kernels import rotate_triton as k
+
+    x = torch.empty((ROWS, INNER), dtype=torch.bfloat16, device="meta")
+    out = torch.empty((ROWS, INNER), device="meta")
+    _, arguments, options = k.launch(x, out, 16, None, False, True, target.warp)
+    flops = 2 * (int(math.log2(16)) + 1) * x.numel()
+    moved = sum(t.numel() * t.element_size() for t in (x, out))
+    return k.rotate_kernel, arguments, options, flops, moved, f"{ROWS}x{INNER} bf16 -> float32"
+
+
 _H16, _H32, _SR = orientation(16), orientation(32), orientation(16, stochastic=True)
 _VALUES, _SQUARE = orientation(16, dtype=torch.bfloat16), orientation(block="2d", scale_rule="rceil")
 # Kernels that no chip without FP4 matrix instructions is given: there the library's BF16 GEMM runs (`path.py`).
@@ -256,6 +267,7 @@ QUANTIZERS = {
     "quantize mxfp8": _quantize(orientation(elem="e4m3"), None),
     "fake quantize h16, both": _quantize(_VALUES, _VALUES),
     "unpack": _unpack,
+    "rotate h16, both axes": _rotate,
 }
 KERNELS = {**GEMMS, **QUANTIZERS}
 

@@ -37,12 +37,13 @@ def test_cpu_writes_every_row_with_its_machine(small, tmp_path, capsys):
 def test_kernels_check_each_result_and_count_its_bytes(small):
     rows = list(bench_kernels.rows(rivals=False))
     ours = {row["name"]: row for row in rows if row["who"] == "mxfp4" and "bytes" in row}
-    assert set(ours) == {*bench_kernels.OURS, "unpacked"}
+    assert set(ours) == {*bench_kernels.OURS, "unpacked", "rotated, h16", "rotated, both axes, h16"}
     assert all(row["correct"] for row in ours.values())
     n = 512 * 1024
     assert ours["packed, both, h16"]["bytes"] == 2 * n + 2 * (n // 2 + n // 32)
     assert ours["values"]["bytes"] == 4 * n
     assert ours["unpacked"]["bytes"] == n // 2 + n // 32 + 2 * n
+    assert ours["rotated, both axes, h16"]["bytes"] == 2 * n + 4 * n
     copy = next(row for row in rows if row["name"] == "copy")
     assert copy["bytes_per_second"] == 4 * n / 0.5
     assert ours["values"]["ratio"] == 1.0
