@@ -42,14 +42,22 @@ def evaluations(study: Study, arms: Iterable[str]) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
+def span(study: Study) -> float:
+    """Tokens of the budget; where runs stop at a target, those of the run that stopped first, without divergence."""
+    if not study.config.stop_at_target:
+        return study.tokens
+    ends = [c["tokens"].max() for arm in study.arms for s, c in study.curves(arm).items() if s not in study.diverged(arm)]
+    return min(ends, default=study.tokens)
+
+
 def mean_curves(study: Study, arms: Sequence[str], *, after: float = 0.0) -> pd.DataFrame:
     """arm, tokens, loss (mean over seeds), low, high (range over seeds), seeds; from the share `after` of the
-    budget.
+    `span`.
 
     Points that some seed of the arm lacks, after it diverged, are left out: their mean would jump.
     """
     frame = evaluations(study, arms)
-    frame = frame[frame["tokens"] >= after * study.tokens]
+    frame = frame[frame["tokens"] >= after * span(study)]
     return _spread(frame, "eval_loss").rename(columns={"mean": "loss"})
 
 
@@ -63,7 +71,7 @@ def difference_curves(
         columns={"eval_loss": "base"}
     )
     frame = frame.merge(base, on=["seed", "tokens"])
-    frame = frame[(frame["arm"] != reference) & (frame["tokens"] >= after * study.tokens)]
+    frame = frame[(frame["arm"] != reference) & (frame["tokens"] >= after * span(study))]
     frame = frame.assign(difference=frame["eval_loss"] - frame["base"])
     return _spread(frame, "difference").rename(columns={"mean": "difference"})
 
@@ -106,10 +114,27 @@ def _overhead_text(effect: Effect | None) -> str:
     return effect_text(effect, unit=False)
 
 
-def at_column(at: float) -> str:
-    """Heading of an overhead's column: the share of the reference's budget at which the target loss is
-    read."""
-    return f"at {100 * at:.3g} %"
+def columns(study: Study, ats: Sequence[float]) -> dict[str, float]:
+    """{heading of an overhead's column: share of the reference's budget at which its target loss is read}: one for each
+    of `ats`, or the one target at which the study's runs stop."""
+    if study.config.stop_at_target:
+        return {f"at {study.config.target_loss:g} nats": metrics.AT}
+    return {f"at {100 * at:.3g} %": at for at in ats}
+
+
+def read_at(study: Study, ats: Sequence[float], reference: str = "FP8") -> str:
+    """At which loss overheads are read, as it follows "read"; `ats` as in `columns`."""
+    if study.config.stop_at_target:
+        return f"at {study.config.target_loss:g} nats a token, where a run stops"
+    where = f"{ats[0]:.0%} of its budget" if len(ats) == 1 else "the share of its budget that heads the column"
+    return f"at the loss that {reference} has at {where}"
+
+
+def bound_text(study: Study, at: float) -> str:
+    """How far the overhead of an arm that misses its target can be known, as a sentence."""
+    if study.config.stop_at_target:
+        return "An arm that misses the target is known to need more than its budget."
+    return f"A later target leaves less room to an arm that misses it: at {at:.0%} no bound can exceed {1 / at - 1:.0%}."
 
 
 def table1_frame(study: Study, *, ats: Sequence[float] = (0.5, 0.7, 0.85)) -> pd.DataFrame:
@@ -117,7 +142,8 @@ def table1_frame(study: Study, *, ats: Sequence[float] = (0.5, 0.7, 0.85)) -> pd
     outcome."""
     rows = []
     for row in published.table1().itertuples():
-        ours = {at_column(at): _overhead_text(_try("overhead", study, arm=row.recipe, at=at)) for at in ats}
+        read = columns(study, ats).items()
+        ours = {name: _overhead_text(_try("overhead", study, arm=row.recipe, at=at)) for name, at in read}
         ends = _ends(study, row.recipe, {"FP8": "fp8"})
         rows.append({"scope": row.scope, "stabiliser": row.stabiliser, "P1": row.text, **ours, **ends})
     return pd.DataFrame(rows)
@@ -128,7 +154,8 @@ def arms_frame(study: Study, arms: Sequence[str], *, ats: Sequence[float] = (0.5
     rows = []
     for arm in arms:
         if arm in study.arms:
-            ours = {at_column(at): _overhead_text(_try("overhead", study, arm=arm, at=at)) for at in ats}
+            read = columns(study, ats).items()
+            ours = {name: _overhead_text(_try("overhead", study, arm=arm, at=at)) for name, at in read}
             rows.append({"arm": arm, **ours, **_ends(study, arm, {"FP8": "fp8", "BF16": "bf16"})})
     return pd.DataFrame(rows)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -49,6 +49,23 @@ def final_losses(study: Study, arm: str) -> dict[int, float]:
     }
 
 
+def last_losses(study: Study, arms: Iterable[str]) -> dict[str, dict[int, float]]:
+    """{arm: {seed: loss}} to compare: each arm's last evaluation. Where runs stop at a target those are alike, so there
+    it is the last evaluation that all of `arms` have in a seed; infinite where the arm diverged."""
+    arms = list(arms)
+    if not study.config.stop_at_target:
+        return {arm: final_losses(study, arm) for arm in arms}
+    curves = {
+        arm: {s: c.dropna(subset="eval_loss").set_index("tokens")["eval_loss"] for s, c in study.curves(arm).items()}
+        for arm in arms
+    }
+    shared = set.intersection(*(set(c) for c in curves.values()))
+    ends = {s: min(curves[arm][s].index[-1] for arm in arms if s not in study.diverged(arm)) for s in shared
+            if any(s not in study.diverged(arm) for arm in arms)}  # fmt: skip
+    return {arm: {s: math.inf if s in study.diverged(arm) else curves[arm][s].get(end, math.nan) for s, end in ends.items()}
+            for arm in arms}  # fmt: skip
+
+
 def estimate(values: dict[int, float], unit: str, note: str = "", of: str = "") -> Effect:
     """Mean, and an interval over seeds: a bootstrap's, and no narrower than Student's, which knows how few seeds there
     are. With a value that is infinite it is the range. NaN values say nothing."""
@@ -72,17 +89,18 @@ SEEDS_AND_WINDOWS = "seeds and evaluation windows"
 def combination(study: Study, terms: Sequence[tuple[str, float]], unit: str) -> Effect:
     """The sum over terms (arm, weight) of weight times final loss, paired by seed: ("a", 1), ("b", -1) is a difference.
 
-    The interval is that of `resample`; over seeds alone where a record keeps no losses of windows. One seed has none,
+    Where runs stop at a target the loss is that of `last_losses`, and the interval over seeds alone. Else the interval
+    is that of `resample`; over seeds alone where a record keeps no losses of windows. One seed has none,
     as windows alone say nothing of another seed; with an arm that diverged it is the range.
     """
     weights: dict[str, float] = {}
     for arm, weight in terms:
         weights[arm] = weights.get(arm, 0) + weight
-    final = {arm: final_losses(study, arm) for arm in weights}
+    final = last_losses(study, weights)
     shared = sorted(set.intersection(*(set(f) for f in final.values())))
     values = {s: sum(w * final[arm][s] for arm, w in weights.items()) for s in shared}
     effect = estimate(values, unit, divergence_note(study, *weights))
-    if len(shared) < 2 or not math.isfinite(effect.value):
+    if len(shared) < 2 or not math.isfinite(effect.value) or study.config.stop_at_target:
         return effect
     matrix = resample.combined(study, weights, shared)
     if matrix is not None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from mxfp4.errors import UserError
 from mxfp4.experiments.claims import Verdict
 from mxfp4.experiments.plan import Plan, parts_of, plan
-from mxfp4.experiments.scales import Scale
+from mxfp4.experiments.scales import Scale, get_scale
 from mxfp4.experiments.store import Store
 from mxfp4.experiments.study import Study, count, same_setting, studies
 from mxfp4.training.config import TrainConfig
@@ -35,6 +35,8 @@ class Evidence:
     """Arms of the plan without a record, as recipe-sSEED."""
     substitute: bool = False
     """The study has other settings than the plan: the nearest that the store holds."""
+    instead_of: str = ""
+    """The scale that was asked for, whose runs are not probed."""
 
     @property
     def arms(self) -> list[str]:
@@ -56,12 +58,19 @@ class Evidence:
 
     @property
     def command(self) -> str:
-        return f"mxfp4 train --plan {self.plan.name} --scale {self.plan.scale.name}"
+        scale, corpus = self.plan.scale, self.plan.arms[0].corpus
+        part = f" --corpus {corpus}" if _base(corpus) == scale.corpus != corpus else ""
+        return f"mxfp4 train --plan {self.plan.name} --scale {scale.name}{part}"
 
     def _repr_html_(self) -> str:
         names = self.study.names(*self.arms) if self.study else []
         said = html.escape(self.study.describe(*self.arms) if self.study else f"no records yet of {self._what()}")
         parts = [f"<strong>Evidence.</strong> {said[:1].upper()}{said[1:]}."]
+        if self.instead_of:
+            parts.append(
+                f"Runs of scale {self.instead_of} are not probed, as no GPU holds a whole model; this page shows those of "
+                f"scale {self.plan.scale.name}."
+            )
         if self.substitute:
             parts.append(
                 "These settings are not those of the plan as it stands; they are what the store holds."
@@ -189,6 +198,17 @@ def gather(
     return replace(parts[0], plan=replace(parts[0].plan, arms=arms), missing=missing)
 
 
+PROBED = "gpu"
+"""The scale whose runs stand in on pages about tensors."""
+
+
+def gather_probed(name: str, scale: str, **given) -> Evidence:
+    """As `gather`, at the scale PROBED where runs of `scale` are not probed; the page says so."""
+    if get_scale(scale).probe_steps:
+        return gather(name, scale, **given)
+    return replace(gather(name, PROBED, **given), instead_of=scale)
+
+
 def partial_of(parts: Sequence[Evidence]) -> Partial:
     """The note for a page that shows several settings of one plan."""
     missing, arms = ([x for part in parts for x in of(part)] for of in (lambda p: p.missing, lambda p: p.plan.arms))
@@ -201,6 +221,7 @@ def gather_each(
     """As `gather`, one Evidence for each setting of the plan, in its order."""
     store = store or Store()
     given = {k: v for k, v in overrides.items() if v}
+    given = _corpus_of(store, get_scale(scale)) | given
     wanted = plan(name, scale, recipes=recipes, **given)
     if wanted.scale.name == "cpu" and (_asked_for(name, wanted.scale) or given) and any(store.get(c) is None for c in wanted.arms):
         summary = wanted.run(store)
@@ -215,6 +236,17 @@ def gather_each(
     fixed = bool(given) or name in wanted.scale.settings
     # Of several settings the first is the scale's own: no study of text stands in for another source or size.
     return [_evidence(replace(wanted, arms=tuple(g)), candidates, fixed or i > 0) for i, g in enumerate(groups)]
+
+
+def _base(corpus: str) -> str:
+    """A corpus without the range of its shards: c4 of "c4:768-799"."""
+    return corpus.partition(":")[0]
+
+
+def _corpus_of(store: Store, scale: Scale) -> dict[str, str]:
+    """{"corpus": ...} where all records of a scale are of one other range of its corpus' shards: its plan goes on there."""
+    used = {r.config.corpus for r in store.load(scale.name) if _base(r.config.corpus) == scale.corpus}
+    return {"corpus": used.pop()} if len(used) == 1 and scale.corpus not in used else {}
 
 
 def _evidence(wanted: Plan, candidates: list[Study], fixed: bool) -> Evidence:

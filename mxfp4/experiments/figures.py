@@ -29,7 +29,7 @@ def _tokens(frame: pd.DataFrame) -> tuple[float, str]:
     return next(
         (u, f"tokens, {n}")
         for u, n in ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
-        if size >= u
+        if size >= u or u == 1e3
     )
 
 

@@ -26,7 +26,7 @@ from mxfp4.experiments.effect import (
     combination,
     divergence_note,
     estimate,
-    final_losses,
+    last_losses,
     widened,
 )  # fmt: skip
 from mxfp4.experiments.probe_metrics import predicts_loss, probe, probe_difference
@@ -203,7 +203,8 @@ def interaction(study: Study, *, arms: list[str]) -> Effect:
 def remaining_gap(study: Study, *, arm: str, against: str, reference: str = "fp8") -> Effect:
     """Share of the loss gap of `against` to the reference that `arm` still has at the end: 0 closes it, 1
     leaves it."""
-    a, b, r = (final_losses(study, name) for name in (arm, against, reference))
+    found = last_losses(study, (arm, against, reference))
+    a, b, r = (found[name] for name in (arm, against, reference))
     shared = sorted(a.keys() & b.keys() & r.keys())
     if not shared:
         raise NoEffect("no seed in which all arms have an answer")
@@ -217,11 +218,13 @@ def remaining_gap(study: Study, *, arm: str, against: str, reference: str = "fp8
     over = "seeds"
     if len(shared) > 1:  # a ratio of means: resample both, not their ratios, whose denominators may be near 0
         over = SEEDS_AND_WINDOWS
-        gaps = [resample.combined(study, {name: 1, reference: -1}, shared) for name in (arm, against)]
+        gaps, noise = [None], None
+        if not study.config.stop_at_target:
+            gaps = [resample.combined(study, {name: 1, reference: -1}, shared) for name in (arm, against)]
+            noise = resample.run_noise(resample.final_table(study, shared), 3)
         if any(g is None for g in gaps):
             over, gaps = "seeds", [top[:, None], bottom[:, None]]
         samples = [[resample.means(g) for g in gaps]]
-        noise = resample.run_noise(resample.final_table(study, shared), 3)
         if noise is not None:
             samples.append([top.mean() + noise[0] - noise[2], bottom.mean() + noise[1] - noise[2]])
         if all(resample.interval(under)[0] > 0 for _, under in samples):

@@ -130,8 +130,8 @@ def overheads(
         ratio[~np.isfinite(base), i] = np.nan
     picked = np.take_along_axis(ratio, rows, axis=1)
     known = ~np.isnan(picked)
-    total = np.where(known, picked, 0).sum(axis=1)
-    return (total / known.sum(axis=1))[known.any(axis=1)] if known.any() else None
+    said = known.any(axis=1)
+    return np.where(known, picked, 0)[said].sum(axis=1) / known[said].sum(axis=1) if said.any() else None
 
 
 def _points(curve) -> tuple[np.ndarray, np.ndarray]:

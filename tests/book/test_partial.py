@@ -12,11 +12,13 @@ import jupytext
 import pytest
 from made_up_runs import put_arms
 
-from mxfp4.experiments import charts
+from mxfp4.experiments import charts, curves
+from mxfp4.experiments.effect import last_losses
 from mxfp4.experiments.notebook import chapter_sources
 from mxfp4.experiments.plan import plan, plans_of
 from mxfp4.experiments.scales import CPU, SCALES
 from mxfp4.experiments.store import Store
+from mxfp4.experiments.study import studies
 
 NO_RUNS = ("format", "hadamard", "kernels", "mlperf")
 """Chapters that show no run of ours."""
@@ -36,8 +38,8 @@ def half(tmp_path_factory):
         yield patch
 
 
-def shown(path, patch) -> list:
-    """What the chapter displays, charts left out, in order."""
+def shown(path, patch, scale: str = "gpu") -> list:
+    """What the chapter displays at `scale`, charts left out, in order."""
     values: list = []
     patch.setattr(charts, "show", lambda chart, *, caption: chart.to_dict())
     patch.setattr("IPython.display.display", lambda *objects, **kw: values.extend(objects))
@@ -52,8 +54,19 @@ def shown(path, patch) -> list:
         if last is not None:
             values.append(eval(compile(ast.Expression(last.value), path.name, "eval"), scope))
         if "parameters" in cell.metadata.get("tags", []) and "scale" in scope:
-            scope["scale"] = "gpu"
+            scope["scale"] = scale
     return values
+
+
+@pytest.fixture(scope="module")
+def stopping(half, tmp_path_factory):
+    """Beside those runs all of scale mi355x, made small: they stop at a target, reached within half of the budget, and
+    are not probed."""
+    small = replace(CPU, name="mi355x", seeds={"": (0,)}, settings={}, probe_steps=(), target_loss=3.7, stop_at_target=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SCALES, "mi355x", small)
+        put_arms(Store(), list(plan("all", "mi355x").arms))
+        yield patch
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=[p.stem for p in CHAPTERS])
@@ -62,3 +75,26 @@ def test_a_half_done_run_is_shown_and_called_partial(path, half):
     notes = [page for page in pages if "Partial page" in page]
     assert notes, f"{path.stem} does not say that it is partial"
     assert all("mxfp4 train --plan" in note and "runs are missing" in note for note in notes)
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=[p.stem for p in CHAPTERS])
+def test_runs_that_stop_at_a_target_and_are_not_probed_make_a_page(path, stopping):
+    values = shown(path, stopping, "mi355x")
+    pages = [v._repr_html_() for v in values if hasattr(v, "_repr_html_")]
+    stand_in = any("Runs of scale mi355x are not probed" in page and "those of scale gpu" in page for page in pages)
+    assert stand_in == (path.stem in ("stability", "transposition", "disagreement"))
+
+
+def test_arms_that_stop_are_compared_at_equal_tokens_and_at_their_one_target(stopping):
+    (study,) = [s for s in studies(Store().load("mi355x"))]
+    assert study.config.stop_at_target and curves.span(study) < 0.5 * study.tokens
+    frame = curves.table1_frame(study, ats=[0.5, 0.7])
+    assert [c for c in frame.columns if c.startswith("at ")] == ["at 3.7 nats"]
+    late = curves.mean_curves(study, ["fp8", "mxfp4"], after=0.6)
+    assert set(late["arm"]) == {"fp8", "mxfp4"} and late["tokens"].min() >= 0.6 * curves.span(study)
+    losses = last_losses(study, ["fp8", "mxfp4"])
+    ends = {arm: study.curves(arm)[0].dropna(subset="eval_loss") for arm in losses}
+    shared = min(e["tokens"].iloc[-1] for e in ends.values())
+    for arm, end in ends.items():
+        assert losses[arm][0] == end.set_index("tokens")["eval_loss"][shared]
+    assert losses["mxfp4"][0] > losses["fp8"][0]

@@ -64,7 +64,10 @@ def put(
     rows = curve(c, slowdown, offset, diverged_at)
     for row, extra in zip(rows, wobble, strict=False):
         row["eval_loss"] += float(extra)
-    status, step = ("diverged", diverged_at) if diverged_at else ("finished", c.steps)
+    if c.stop_at_target:
+        stop = next((i for i, row in enumerate(rows) if (row["eval_loss"] or math.inf) <= c.target_loss), len(rows) - 1)
+        rows = rows[: stop + 1]
+    status, step = ("diverged", diverged_at) if diverged_at else ("finished", rows[-1]["step"])
     outcome = {
         "status": status,
         "step": step,

@@ -32,10 +32,10 @@ def study(tmp_path):
 def test_table1_beside_ours(study):
     frame = curves.table1_frame(study).set_index(["scope", "stabiliser"])
     plain, sr = frame.loc["Fprop + Dgrad + Wgrad", "none"], frame.loc["all three", "stochastic rounding"]
-    assert plain["P1"] == "26-27 %" and plain[curves.at_column(0.7)].startswith("+26")
-    assert sr["P1"] == "does not converge" and sr[curves.at_column(0.85)].startswith("more than +1")
+    assert plain["P1"] == "26-27 %" and plain["at 70 %"].startswith("+26")
+    assert sr["P1"] == "does not converge" and sr["at 85 %"].startswith("more than +1")
     assert sr["outcome"] == "3 diverged (step 500, 500, 500)" and sr["nats over FP8"].startswith("∞")
-    assert frame.loc["Fprop + Dgrad", "none"][curves.at_column(0.7)] == "–"  # not run
+    assert frame.loc["Fprop + Dgrad", "none"]["at 70 %"] == "–"  # not run
 
 
 def test_curves_end_where_an_arm_diverged(study):
@@ -256,6 +256,16 @@ def test_a_difference_far_beyond_the_others_stands_at_the_edge_with_its_size():
     assert figures.gaps(frame[:4], title="T", unit="u").to_dict()["title"] == "T"
 
 
+def test_runs_on_a_range_of_shards_are_gone_on_with_there(tmp_path):
+    store, scale = Store(tmp_path), SCALES["mi355x"]
+    put(store, scale.config("fp8", 0, corpus="c4:768-799"), corpus="c4")
+    found = gather("table1", "mi355x", store=store)
+    assert found.arms == ["fp8"] and not found.substitute and "fp8-s0" not in found.missing
+    assert found.command == "mxfp4 train --plan table1 --scale mi355x --corpus c4:768-799"
+    put(store, scale.config("fp8", 0), corpus="c4")
+    assert gather("table1", "mi355x", store=store).command == "mxfp4 train --plan table1 --scale mi355x"
+
+
 def test_the_cost_of_sr_by_block_shape_is_of_pairs_that_were_run(tmp_path):
     store = Store(tmp_path)
     offsets = {"mxfp4": 0.1, "mxfp4+sr-grad": 0.15, "ti2d": 0.2, "ti2d-no-sr": 0.9, "mxfp4+rceil": 0.1}
@@ -306,7 +316,7 @@ def test_an_interval_that_is_open_by_chance_is_not_printed_as_a_bound(tmp_path):
     (study,) = studies(store.load())
     effect = metrics.overhead(study, arm="mxfp4", at=0.85)
     assert effect.high == math.inf and not metrics.is_bound(effect) and "in some resamples" in effect.note
-    text = curves.arms_frame(study, ["mxfp4"], ats=[0.85])[curves.at_column(0.85)].iloc[0]
+    text = curves.arms_frame(study, ["mxfp4"], ats=[0.85])["at 85 %"].iloc[0]
     assert not text.startswith("more than") and text.endswith("∞]")
     row = curves.target_frame(study, ["mxfp4"], ats=[0.85]).iloc[0]
     assert row["high"] == pytest.approx(100 * (1 / 0.85 - 1))
