@@ -165,4 +165,5 @@ def _check_runs(values: Mapping[str, Any]) -> None:
     there = sorted({record.config.steps for record in Store().load(scale)})
     if steps not in there:
         have = f"its records have {', '.join(map(str, there))}" if there else "it has no records"
-        raise UserError(f"parameter steps={steps}: no run at scale {scale} has so many ({have}); pages train at cpu alone")
+        none = f"no run at scale {scale} has so many ({have})"
+        raise UserError(f"parameter steps={steps}: {none}; pages train at cpu alone")

@@ -16,6 +16,7 @@ from mxfp4.errors import UserError
 from mxfp4.experiments.arm import arm_name
 from mxfp4.experiments.places import emptiest, places
 from mxfp4.experiments.plan import Plan
+from mxfp4.experiments.pool import Pool
 from mxfp4.experiments.store import Store
 from mxfp4.experiments.workers import run_plan
 
@@ -26,14 +27,24 @@ def store(tmp_path):
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_arms_that_another_process_holds_come_last_and_are_trained_when_it_dies(store, jobs, capsys):
+def test_arms_that_another_process_holds_come_last_and_are_trained_when_it_dies(store, jobs, monkeypatch, capsys):
     """No slot waits while an arm is free; what the dead process left is taken up; one line says each, once."""
     wanted = small(recipes=("bf16", "fp8", "mxfp4", "mxfp4+sr"), seeds=(0,))
     locks = [store.lock(config, "cpu") for config in wanted.arms[:2]]
     assert all(lock.acquire() for lock in locks)
     free = [arm_name(config) for config in wanted.arms[2:]]
 
+    waits, say = threading.Event(), Pool._say
+
+    def heard(self, what, text):
+        say(self, what, text)
+        if what == "left":
+            waits.set()
+
+    monkeypatch.setattr(Pool, "_say", heard)
+
     def die():
+        waits.wait(50)
         while len(store.load("cpu")) < 2:
             time.sleep(0.05)
         locks[0].release()
