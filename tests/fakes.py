@@ -50,3 +50,12 @@ def tiny_config(**changes) -> TrainConfig:
         scale="cpu",
     )
     return TrainConfig(**{**values, **changes})
+
+
+def tiny_c4(monkeypatch, *, shard: int, validation_file: int, held_out: int) -> None:
+    """C4 with so many documents in a training file, in a validation file and held out, for a test's own mirror."""
+    from mxfp4.training import corpus_hub
+
+    monkeypatch.setattr(corpus_hub, "DOCUMENTS_PER_SHARD", shard)
+    monkeypatch.setattr(corpus_hub, "DOCUMENTS_PER_VALIDATION_FILE", validation_file)
+    monkeypatch.setattr(corpus_hub, "VALIDATION_DOCUMENTS", held_out)

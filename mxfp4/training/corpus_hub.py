@@ -2,8 +2,13 @@
 
 Split and shards follow the MLPerf "Llama 3.1 8B" reference: training documents from shards 768-1023 as its
 README says (its code's default is 768-895), validation from the first 91,205 documents of the validation
-shards. A local root is a folder with the hub's layout, en/c4-train.00768-of-01024.json.gz and so on. Each
-shard is one part, so a packing that stops goes on at the shard where it stopped.
+files. A local root is a folder with the hub's layout, en/c4-train.00768-of-01024.json.gz and so on; of the validation
+files it need hold those that feed the first documents, the first three. Each shard is one part, so a packing that stops
+goes on at the shard where it stopped.
+
+Sizes (the dataset card of allenai/c4): `en` has 364,868,892 training documents in 1024 files and 364,608 for validation
+in 8, written in equal parts: 356,317 or 356,318 a file, and 45,576. A file read to its end that holds another number is
+not C4's, or not all of it, and is refused: its documents would train under the identity of C4.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -26,8 +31,10 @@ from mxfp4.training.corpus import Document, Part
 REPOSITORY = "allenai/c4"
 TRAIN_SHARDS, VALIDATION_SHARDS = 1024, 8
 DEFAULT_SHARDS = (768, 1023)
+TRAIN_DOCUMENTS_IN_ALL, VALIDATION_DOCUMENTS_IN_ALL = 364_868_892, 364_608
 VALIDATION_DOCUMENTS = 91_205
-DOCUMENTS_PER_SHARD = 356_318  # about, for the progress bar alone
+DOCUMENTS_PER_SHARD = TRAIN_DOCUMENTS_IN_ALL // TRAIN_SHARDS
+DOCUMENTS_PER_VALIDATION_FILE = VALIDATION_DOCUMENTS_IN_ALL // VALIDATION_SHARDS
 
 ALTERNATIVES = (
     "point MXFP4_C4 (or --root) at a local mirror that holds en/c4-train.*.json.gz, or use --corpus prose, "
@@ -94,7 +101,7 @@ class C4:
 
     shards: tuple[int, int] = DEFAULT_SHARDS
     root: str | os.PathLike | None = None
-    validation_documents: int = VALIDATION_DOCUMENTS
+    validation_documents: int = field(default_factory=lambda: VALIDATION_DOCUMENTS)
     name: str = "c4"
 
     def __post_init__(self) -> None:
@@ -111,8 +118,12 @@ class C4:
         shards = f"shards {self.shards[0]}-{self.shards[1]}"
         if self.local is None:
             return f"the hub, {shards}"
-        missing = sum(not (self.local / f).is_file() for f in self._files())
-        return f"a local mirror, {shards}" + (f", which lacks {missing} files" if missing else "")
+        missing = self.missing()
+        return f"a local mirror, {shards}" + (f", which lacks {len(missing)} files" if missing else "")
+
+    def missing(self) -> list[str]:
+        """Files that the local mirror lacks, as en/NAME; none of the hub."""
+        return [] if self.local is None else [f for f in self._files() if not (self.local / f).is_file()]
 
     def identity(self) -> dict:
         return {
@@ -140,37 +151,34 @@ class C4:
         return self._validation_files() + train
 
     def _validation_files(self) -> list[str]:
-        names = [
-            f"en/c4-validation.{i:05d}-of-{VALIDATION_SHARDS:05d}.json.gz" for i in range(VALIDATION_SHARDS)
-        ]
-        if self.local is not None:  # a mirror need hold only as many as feed the first documents
-            names = [n for n in names if (self.local / n).is_file()] or names[:1]
-        return names
+        """Those that feed the first documents."""
+        n = min(-(-self.validation_documents // DOCUMENTS_PER_VALIDATION_FILE), VALIDATION_SHARDS)
+        return [f"en/c4-validation.{i:05d}-of-{VALIDATION_SHARDS:05d}.json.gz" for i in range(n)]
 
     def parts(self) -> list[Part]:
         if self.local is None:
             check_hub()
         else:
-            missing = [f for f in self._files() if not (self.local / f).is_file()]
-            if missing:
+            if missing := self.missing():
+                named = f"{missing[0]} and {len(missing) - 1} more" if len(missing) > 1 else missing[0]
+                fewer = "" if "validation" in missing[0] else ", take the shards that are there (--corpus c4:FIRST-LAST)"
                 raise UserError(
-                    f"C4 mirror {self.local} lacks {len(missing)} file(s), first {missing[0]}: add them, "
-                    "choose other shards with --shards, or unset MXFP4_C4 to use the hub"
+                    f"C4 mirror {self.local} lacks {named}: add what is missing{fewer}, or unset MXFP4_C4 to use the hub"
                 )
         first, _ = self.shards
         held_out = Part("validation", "validation", self._validation, self.validation_documents)
         shards = self._files()[len(self._validation_files()) :]
         return [held_out] + [
-            Part("train", f"shard {first + i}", lambda f=f: self._shard(f), DOCUMENTS_PER_SHARD)
+            Part("train", f"shard {first + i}", lambda f=f: self._shard(f, DOCUMENTS_PER_SHARD, 1), DOCUMENTS_PER_SHARD)
             for i, f in enumerate(shards)
         ]
 
     def _validation(self) -> Iterator[Document]:
-        yield from islice(
-            (d for f in self._validation_files() for d in self._shard(f)), self.validation_documents
-        )
+        documents = (d for f in self._validation_files() for d in self._shard(f, DOCUMENTS_PER_VALIDATION_FILE))
+        yield from islice(documents, self.validation_documents)
 
-    def _shard(self, file: str) -> Iterator[Document]:
+    def _shard(self, file: str, documents: int, spare: int = 0) -> Iterator[Document]:
+        """The documents of a file; UserError at its end if they were not so many, or up to `spare` more."""
         from datasets import load_dataset
 
         where = f"hf://datasets/{REPOSITORY}/{file}" if self.local is None else str(self.local / file)
@@ -180,20 +188,29 @@ class C4:
             rows = load_dataset("json", data_files=[where], split="train", streaming=True).select_columns(
                 ["text"]
             )
+            read = 0
             for batch in rows.iter(batch_size=1000):
+                read += len(batch["text"])
                 for text in batch["text"]:
                     yield Document("c4", text)
+            if not documents <= read <= documents + spare:
+                raise UserError(f"C4 file {file} holds {read:,} documents, {documents:,} are right: {self._again()}")
         except UserError:
             raise
         except Exception as error:  # the loader's failures have no common type: gzip, JSON, Arrow, HTTP
             raise UserError(f"C4 file {file} {self._trouble(error)}") from error
+
+    def _again(self) -> str:
+        if self.local is None:
+            return "run `mxfp4 prepare` again; it goes on where it stopped"
+        return f"fetch it into {self.local} again; `mxfp4 prepare` then goes on where it stopped"
 
     def _trouble(self, error: Exception) -> str:
         """What went wrong with a file and what to do, in one line."""
         last = (str(error).strip().splitlines() or [""])[-1][:200]
         what = f"could not be read ({type(error).__name__}: {last})"
         if self.local is not None:
-            return f"{what}: fetch it into {self.local} again; `mxfp4 prepare` then goes on where it stopped"
+            return f"{what}: {self._again()}"
         chain = [error, error.__cause__, error.__context__]
         codes = {getattr(getattr(e, "response", None), "status_code", None) for e in chain if e is not None}
         if 429 in codes or any(re.search(r"\b429\b", str(e)) for e in chain):
@@ -203,4 +220,4 @@ class C4:
                 f"could not be read, {hub_endpoint()} cannot be reached any more ({why}): run `mxfp4 prepare` again "
                 "once it can; it goes on where it stopped"
             )
-        return f"{what}: run `mxfp4 prepare` again; it goes on where it stopped"
+        return f"{what}: {self._again()}"

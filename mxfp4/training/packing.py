@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
@@ -36,6 +37,7 @@ from mxfp4.training.tokenizer import LLAMA_VOCAB, TextTokenizer
 
 JOURNAL = "journal.json"
 BATCH = 512  # documents encoded at a time
+SAID_AFTER = 10.0  # seconds: a part that took longer is said when it is packed, on terminals and in logs
 TOKENIZER_BYTES = (
     200_000_000  # training text that a tokenizer sees at most: enough for 16k merges, bounded on C4
 )
@@ -140,12 +142,18 @@ def _pack(corpus: Corpus, vocab_size: int, folder: Path, tokenizer: str | None, 
         out = {s: stack.enter_context((work / f"{s}.bin").open("ab")) for s in SPLITS}
         finished = {(d["split"], d["name"]): d for d in done}
         # Parts that are done are skipped, but training must still know what is held out.
+        took: list[float] = []  # seconds of the training parts packed here
         for i, part in enumerate(parts, 1):
             if part.split == "validation" and (part.split, part.name) in finished:
                 held_out.update(fingerprint(d.text) for d in part.documents())
             if (part.split, part.name) not in finished:
+                start = time.monotonic()
                 done.append(_pack_part(part, tok, dtype, out[part.split], held_out, progress, f"{i} of {len(parts)}"))
                 _write_json(work / JOURNAL, {"tokenizer": tok.sha256(), "parts": done})
+                took += [time.monotonic() - start] * (part.split == "train")
+                if progress and time.monotonic() - start >= SAID_AFTER:
+                    left = sum((p.split, p.name) not in finished for p in parts[i:])
+                    tqdm.write(_said(done[-1], f"{i} of {len(parts)}", left, took), file=sys.stderr)
     _finish(corpus, vocab_size, tok, dtype, done, work)
     if folder.exists():  # damaged, or --rebuild
         shutil.rmtree(folder)
@@ -154,6 +162,20 @@ def _pack(corpus: Corpus, vocab_size: int, folder: Path, tokenizer: str | None, 
     except OSError:  # a process that the lock did not stop was faster: keep its folder if it is whole
         PackedCorpus(folder)
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _said(done: dict, place: str, left: int, took: list[float]) -> str:
+    """One line on a part that is packed: what it held and, by those before, how long the rest will take."""
+    total: Counter = Counter()
+    for counts in done["sources"].values():
+        total.update(counts)
+    text = (
+        f"packed {done['split']} {done['name']} ({place}): {total['documents']:,} documents, {total['bytes']:,} bytes, "
+        f"{total['tokens']:,} tokens"
+    )
+    if not took or not left:
+        return text
+    return f"{text}; about {sum(took) / len(took) * left / 60:.0f} min for the {left} left"
 
 
 def _tokenizer(

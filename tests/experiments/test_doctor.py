@@ -7,6 +7,7 @@ import json
 import time
 
 import pytest
+from fakes import tiny_c4
 
 from mxfp4.errors import UserError
 from mxfp4.experiments import doctor
@@ -109,8 +110,10 @@ def test_prepare_command_says_packed_then_already_there(monkeypatch, capsys, tmp
 
     folder = tmp_path / "c4" / "en"
     folder.mkdir(parents=True)
+    tiny_c4(monkeypatch, shard=50, validation_file=50, held_out=50)
     for name, text in (
         ("train.00768-of-01024", "a training text"),
+        ("train.00769-of-01024", "another training text"),
         ("validation.00000-of-00008", "something else"),
     ):
         rows = "".join(json.dumps({"text": f"{text} {i}"}) + "\n" for i in range(50))
@@ -123,12 +126,13 @@ def test_prepare_command_says_packed_then_already_there(monkeypatch, capsys, tmp
         "--vocab-size",
         "270",
         "--shards",
-        "768",
+        "768-769",
         "--root",
         str(tmp_path / "c4"),
     )
     assert prepare_command.run(parse(prepare_command, *command)) == 0
-    assert ": packed in" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert ": packed in" in out and "2 training parts of 50 to 50 documents, " in out
     assert prepare_command.run(parse(prepare_command, *command, "--verify")) == 0
     out = capsys.readouterr().out
     assert "already there" in out and "verified" in out

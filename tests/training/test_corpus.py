@@ -12,6 +12,7 @@ import sys
 import time
 
 import pytest
+from fakes import tiny_c4
 
 from mxfp4.errors import UserError
 from mxfp4.training import corpus_hub, corpus_wheels
@@ -180,6 +181,7 @@ def write_shard(root, name: str, texts: list[str]) -> None:
 def mirror(tmp_path, monkeypatch):
     """Two training shards and two validation shards in the hub's layout."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    tiny_c4(monkeypatch, shard=31, validation_file=2, held_out=3)
     root = tmp_path / "c4"
     root.mkdir()
     for i in (4, 5):
@@ -205,7 +207,7 @@ def test_c4_mirror_from_the_environment(mirror, monkeypatch):
 
 def test_c4_mirror_without_a_shard_names_it(mirror):
     with pytest.raises(
-        UserError, match=r"lacks 2 file\(s\), first en/c4-train.00006-of-01024.json.gz"
+        UserError, match="lacks en/c4-train.00006-of-01024.json.gz and 1 more: .*--corpus c4:FIRST-LAST"
     ) as error:
         C4(root=mirror, shards=(5, 7)).parts()
     one_line(error)

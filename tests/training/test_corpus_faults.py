@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+from fakes import tiny_c4
 
 from mxfp4.errors import UserError
 from mxfp4.training import corpus_hub, packing
@@ -37,6 +38,7 @@ def train_file(i: int) -> str:
 def mirror(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("MXFP4_RUNS", str(tmp_path / "runs"))
+    tiny_c4(monkeypatch, shard=60, validation_file=40, held_out=40)
     root = tmp_path / "c4"
     shard(root, "c4-validation.00000-of-00008.json.gz", [f"held out text {i}" for i in range(40)])
     for i in range(SHARDS[0], SHARDS[1] + 1):
@@ -84,6 +86,67 @@ def test_a_damaged_shard_is_named_and_packing_goes_on_after_it(mirror, whole, da
     made = pack(mirror, tokenizer=tokenizer)
     made.verify()
     assert made.fingerprint == fingerprint and unfinished() == []
+
+
+def test_half_a_shard_is_refused_and_nothing_of_it_kept(mirror, whole):
+    """Well-formed, its documents too few: it would train under the identity of C4."""
+    fingerprint, tokenizer = whole
+    file = mirror / "en" / train_file(5)
+    good = file.read_bytes()
+    shard(mirror, train_file(5), [f"train text 5 {j}" for j in range(30)])
+    with pytest.raises(UserError, match=rf"{train_file(5)} holds 30 documents, 60 are right: fetch it .*goes on") as error:
+        pack(mirror, tokenizer=tokenizer)
+    assert "\n" not in str(error.value) and [parts for _, parts, _ in unfinished()] == [2]
+    file.write_bytes(good)
+    assert pack(mirror, tokenizer=tokenizer).fingerprint == fingerprint
+
+
+@pytest.mark.parametrize(("documents", "right"), [(59, False), (60, True), (61, True), (62, False)])
+def test_a_shard_of_c4_has_one_of_two_sizes(mirror, documents, right):
+    """364,868,892 documents in 1024 equal parts."""
+    shard(mirror, train_file(5), [f"train text 5 {j}" for j in range(documents)])
+    part = C4(root=mirror, shards=(5, 5)).parts()[1]
+    if right:
+        assert len(list(part.documents())) == documents
+    else:
+        with pytest.raises(UserError, match=f"holds {documents} documents"):
+            list(part.documents())
+
+
+def validation_file(i: int) -> str:
+    return f"c4-validation.{i:05d}-of-00008.json.gz"
+
+
+def test_validation_files_must_be_those_of_the_first_documents(mirror, monkeypatch):
+    """Others would be evaluated under the same identity."""
+    tiny_c4(monkeypatch, shard=60, validation_file=40, held_out=91)
+    texts = [[f"held out {i} {j}" for j in range(40)] for i in range(3)]
+    shard(mirror, validation_file(0), texts[0])
+    shard(mirror, validation_file(2), texts[2])
+    with pytest.raises(UserError, match=rf"lacks en/{validation_file(1)}: add what is missing, or unset") as error:
+        pack(mirror)
+    assert "\n" not in str(error.value) and unfinished() == []
+    shard(mirror, validation_file(1), texts[1])
+    made = pack(mirror)
+    assert made.meta["splits"]["validation"]["documents"] == 91
+    assert made.meta["identity"]["validation_documents"] == 91
+
+
+def test_too_few_validation_documents_are_said_before_a_training_shard_is_packed(mirror, whole):
+    shard(mirror, validation_file(0), [f"held out text {i}" for i in range(39)])
+    with pytest.raises(UserError, match=rf"{validation_file(0)} holds 39 documents, 40 are right: fetch it"):
+        pack(mirror, tokenizer=whole[1])
+    assert [parts for _, parts, _ in unfinished()] == [0]
+
+
+def test_what_a_shard_held_is_said_and_recorded(mirror, whole, monkeypatch, capsys):
+    monkeypatch.setattr(packing, "SAID_AFTER", 0.0)
+    made = prepare("c4", VOCAB, c4_root=mirror, shards=SHARDS, tokenizer=whole[1])
+    held = {p["name"]: p["sources"]["c4"] for p in made.meta["parts"]}
+    size = sum(len(f"train text 4 {j}") for j in range(60))
+    assert held["shard 4"]["documents"] == 60 and held["shard 4"]["bytes"] == size
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("packed train shard 4 (2 of 4)")]
+    assert len(said) == 1 and f": 60 documents, {size:,} bytes, " in said[0] and "for the 2 left" in said[0]
 
 
 def test_a_full_disk_in_the_middle_of_a_shard(mirror, whole, monkeypatch):
@@ -199,8 +262,11 @@ def test_evaluation_takes_the_first_documents_as_they_are_stored(mirror):
 
 
 def test_the_rules_numbers():
-    """91,205 documents feed 1,024 sequences of 8192 (MLPerf); the README's shards, not the code's, are the default."""
+    """91,205 documents feed 1,024 sequences of 8192 (MLPerf); the README's shards, not the code's, are the default.
+    The files' sizes come from the card's totals; three of those for validation hold the documents."""
     assert corpus_hub.VALIDATION_DOCUMENTS == 91_205 and C4().shards == (768, 1023)
+    assert (corpus_hub.DOCUMENTS_PER_SHARD, corpus_hub.DOCUMENTS_PER_VALIDATION_FILE) == (356_317, 45_576)
+    assert C4()._validation_files() == [f"en/{validation_file(i)}" for i in range(3)]
     assert C4().identity()["validation_order"] == "as stored"
 
 

@@ -55,6 +55,11 @@ def run(args: argparse.Namespace) -> int:
         for source, part in sorted(counts["sources"].items()):
             if len(counts["sources"]) > 1:
                 print(f"    {source:<9}{part['documents']:>12,} documents {part['bytes']:>16,} bytes")
+    if len(held := _held(packed.meta["parts"])) > 1:
+        print(
+            f"  {len(held)} training parts of {min(held)[0]:,} to {max(held)[0]:,} documents, "
+            f"{min(b for _, b in held):,} to {max(b for _, b in held):,} bytes"
+        )
     print(
         f"  {packed.meta['removed_duplicates']} training documents left out: they equal a validation document"
     )
@@ -62,3 +67,9 @@ def run(args: argparse.Namespace) -> int:
         packed.verify()
         print("  verified: every part has the hash it was packed with")
     return 0
+
+
+def _held(parts: list[dict]) -> list[tuple[int, int]]:
+    """(documents, bytes) that each training part held, those left out not counted."""
+    sources = [p["sources"].values() for p in parts if p["split"] == "train"]
+    return [(sum(c["documents"] for c in s), sum(c["bytes"] for c in s)) for s in sources]
