@@ -13,6 +13,12 @@ CONFIG = ModelConfig(
 )
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    """What other tests compiled counts towards the limit at which Dynamo gives up compiling."""
+    torch._dynamo.reset()
+
+
 def gradients(name: str, compiled: bool, autocast: bool, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     model = convert(build_model(CONFIG, 0), name)
     if compiled:
