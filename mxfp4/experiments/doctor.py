@@ -280,7 +280,7 @@ def _fit(scale: str) -> list[Check]:
 
 def _network(scale: str) -> Check:
     """The hub, asked only where the scale still needs something of it."""
-    from mxfp4.training.corpus_hub import hub_endpoint, offline, unreachable
+    from mxfp4.training.hub import hub_endpoint, offline, unreachable
     from mxfp4.training.packing_state import state_of
     from mxfp4.training.tokenizer import llama_file
 

@@ -16,10 +16,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import re
-import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -27,6 +23,7 @@ from pathlib import Path
 
 from mxfp4.errors import UserError
 from mxfp4.training.corpus import Document, Part
+from mxfp4.training.hub import hub_endpoint, offline, status_of, trouble, unreachable
 
 REPOSITORY = "allenai/c4"
 TRAIN_SHARDS, VALIDATION_SHARDS = 1024, 8
@@ -42,57 +39,20 @@ ALTERNATIVES = (
 )
 
 
-def offline() -> bool:
-    """Whether the user has told the hub libraries to stay offline."""
-    return any(
-        os.environ.get(v, "").upper() in ("1", "ON", "YES", "TRUE")
-        for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
-    )
-
-
-def hub_endpoint() -> str:
-    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-
-
-THROTTLED = (
-    "the hub throttles (HTTP 429): wait a few minutes, or log in with `hf auth login`, which allows more, and run "
-    "`mxfp4 prepare` again; it goes on where it stopped"
-)
-
-
-def unreachable(url: str, timeout: float = 3.0) -> str:
-    """Why `url` does not answer within `timeout` seconds, or "" when it does. Never raises or waits longer.
-
-    The request runs on a thread of its own because name resolution has no time limit.
-    """
-    reason = [f"no answer within {timeout:g} s"]
-
-    def ask() -> None:
-        try:
-            request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "mxfp4"})
-            with urllib.request.urlopen(request, timeout=timeout):
-                reason[0] = ""
-        except urllib.error.HTTPError as error:
-            reason[0] = f"HTTP {error.code} {error.reason}"
-        except Exception as error:  # any failure at all means "not reachable"
-            reason[0] = str(getattr(error, "reason", error)) or type(error).__name__
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(timeout)
-    return reason[0].replace("\n", " ")
-
-
 def check_hub() -> None:
     """UserError, one sentence, when the hub cannot be used."""
     if offline():
         raise UserError(f"C4 from the hub was asked for, but HF_HUB_OFFLINE forbids it: {ALTERNATIVES}")
     if why := unreachable(f"{hub_endpoint()}/api/datasets/{REPOSITORY}"):
-        if why.startswith("HTTP 429"):
-            raise UserError(f"C4 from the hub was asked for, but {THROTTLED}")
+        if status := status_of(why):
+            raise UserError(f"C4 from the hub was asked for, but {_refusal(status, REPOSITORY)}")
         raise UserError(
             f"C4 from the hub was asked for, but {hub_endpoint()} cannot be reached ({why}): {ALTERNATIVES}"
         )
+
+
+def _refusal(status: int, what: str) -> str:
+    return trouble(status, what, allowed_by="log in again with `hf auth login`, or " + ALTERNATIVES, instead=ALTERNATIVES)
 
 
 @dataclass
@@ -198,23 +158,21 @@ class C4:
         except UserError:
             raise
         except Exception as error:  # the loader's failures have no common type: gzip, JSON, Arrow, HTTP
-            raise UserError(f"C4 file {file} {self._trouble(error)}") from error
+            raise UserError(f"C4 file {file} {self._trouble(file, error)}") from error
 
     def _again(self) -> str:
         if self.local is None:
             return "run `mxfp4 prepare` again; it goes on where it stopped"
         return f"fetch it into {self.local} again; `mxfp4 prepare` then goes on where it stopped"
 
-    def _trouble(self, error: Exception) -> str:
+    def _trouble(self, file: str, error: Exception) -> str:
         """What went wrong with a file and what to do, in one line."""
         last = (str(error).strip().splitlines() or [""])[-1][:200]
         what = f"could not be read ({type(error).__name__}: {last})"
         if self.local is not None:
             return f"{what}: {self._again()}"
-        chain = [error, error.__cause__, error.__context__]
-        codes = {getattr(getattr(e, "response", None), "status_code", None) for e in chain if e is not None}
-        if 429 in codes or any(re.search(r"\b429\b", str(e)) for e in chain):
-            return f"could not be read: {THROTTLED}"
+        if status := status_of(error):
+            return f"could not be read: {_refusal(status, file)}"
         if why := unreachable(hub_endpoint()):
             return (
                 f"could not be read, {hub_endpoint()} cannot be reached any more ({why}): run `mxfp4 prepare` again "

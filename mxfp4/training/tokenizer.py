@@ -18,6 +18,7 @@ import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mxfp4.errors import UserError
+from mxfp4.training.hub import hub_endpoint, offline, status_of, trouble, unreachable
 
 EOS = "<|endoftext|>"
 SMALLEST_VOCAB = 257  # EOS and the 256 bytes
@@ -105,10 +106,8 @@ def load(path: str | os.PathLike) -> TextTokenizer:
         raise UserError(f"tokenizer {path} is damaged ({error})") from None
 
 
-LLAMA_HOW = (
-    f"accept the licence of {LLAMA_REPOSITORY} on the hub and log in with `hf auth login`, or point "
-    "MXFP4_LLAMA_TOKENIZER at its tokenizer.json"
-)
+LLAMA_LOCAL = "point MXFP4_LLAMA_TOKENIZER (or `mxfp4 prepare --tokenizer`) at its tokenizer.json"
+LLAMA_HOW = f"accept the licence of {LLAMA_REPOSITORY} on the hub and log in with `hf auth login`, or {LLAMA_LOCAL}"
 
 
 def llama_file() -> str | None:
@@ -127,28 +126,34 @@ def load_llama() -> TextTokenizer:
     UserError, one sentence within seconds, when it cannot be had.
     """
     if here := llama_file():
-        return _checked_llama(load(here))
+        return checked_llama(load(here))
     from huggingface_hub import hf_hub_download
-
-    from mxfp4.training.corpus_hub import hub_endpoint, offline, unreachable
 
     if offline():
         raise UserError(f"the Llama 3.1 tokenizer is not in the hub cache and HF_HUB_OFFLINE is set: {LLAMA_HOW}")
-    if why := unreachable(hub_endpoint()):
-        raise UserError(
-            f"the Llama 3.1 tokenizer cannot be fetched, {hub_endpoint()} is out of reach ({why}): {LLAMA_HOW}"
-        )
+    why = unreachable(hub_endpoint())
+    status = status_of(why)
+    if why and (status is None or status == 429 or status >= 500):  # else its front page is closed, files need not be
+        raise UserError(f"the Llama 3.1 tokenizer cannot be fetched: {_refusal(status, why)}")
     try:
-        return _checked_llama(load(hf_hub_download(LLAMA_REPOSITORY, "tokenizer.json")))
+        return checked_llama(load(hf_hub_download(LLAMA_REPOSITORY, "tokenizer.json")))
     except UserError:
         raise
-    except Exception as error:  # gated, not logged in, rate limited: the library's types differ by version
-        raise UserError(
-            f"the Llama 3.1 tokenizer cannot be fetched ({type(error).__name__}): {LLAMA_HOW}"
-        ) from error
+    except Exception as error:  # the library's types differ by version
+        said = (str(error).strip().splitlines() or [""])[0][:200]
+        why = unreachable(hub_endpoint()) or f"{type(error).__name__}: {said}"
+        raise UserError(f"the Llama 3.1 tokenizer cannot be fetched: {_refusal(status_of(error), why)}") from error
 
 
-def _checked_llama(tokenizer: TextTokenizer) -> TextTokenizer:
+def _refusal(status: int | None, why: str) -> str:
+    """What the hub's answer means, or, without one, `why` there is none, and what to do."""
+    if status is None:
+        return f"no answer from {hub_endpoint()} ({why}): run `mxfp4 prepare` again once there is, or {LLAMA_LOCAL}"
+    return trouble(status, LLAMA_REPOSITORY, allowed_by=LLAMA_HOW, instead=LLAMA_LOCAL)
+
+
+def checked_llama(tokenizer: TextTokenizer) -> TextTokenizer:
+    """`tokenizer`; UserError where it has not as many ids as Llama 3.1's."""
     if tokenizer.size != LLAMA_VOCAB:
         raise UserError(
             f"this is not Llama 3.1's tokenizer: it has {tokenizer.size} ids, {LLAMA_VOCAB} are needed"

@@ -223,6 +223,6 @@ def test_a_folder_without_rights_is_missing(monkeypatch):
 
 
 def test_network_is_left_alone_where_the_scale_needs_none(monkeypatch):
-    monkeypatch.setattr("mxfp4.training.corpus_hub.unreachable", lambda *a: pytest.fail("asked"))
+    monkeypatch.setattr("mxfp4.training.hub.unreachable", lambda *a: pytest.fail("asked"))
     monkeypatch.delenv("HF_HUB_OFFLINE")
     assert status("network").value.startswith("not tried") and status("network", "gpu").value.startswith("not tried")

