@@ -1,8 +1,9 @@
 """What a chapter rests on: the records of a plan, what of it is missing, and the line that says so on the
 page.
 
-At scale cpu a chapter trains what is missing. At other scales records come from a machine that has them, are
-merged into the store, and a chapter shows what is there and names the command that adds the rest.
+At scale cpu a chapter trains what is missing. At other scales it does so when asked (`train`), as such runs take hours;
+else records come from `mxfp4 train` or another machine, and a chapter shows what is there and names the command that
+adds the rest.
 """
 
 from __future__ import annotations
@@ -184,15 +185,17 @@ def _folded(names: Sequence[str]) -> str:
 
 
 def gather(
-    name: str, scale: str, *, recipes: Sequence[str] | None = None, store: Store | None = None, **overrides
-) -> Evidence:
-    """The records of the plan `name` at `scale`, trained first where scale is cpu and they are missing.
+    name: str, scale: str, *, recipes: Sequence[str] | None = None, store: Store | None = None, train: bool = False,
+    **overrides,
+) -> Evidence:  # fmt: skip
+    """The records of the plan `name` at `scale`, trained first where they are missing and scale is cpu or `train` is set.
 
-    At cpu only what `all` holds is trained unasked; a plan beyond it is trained when overrides are given.
+    At cpu only what `all` holds is trained unasked; a plan beyond it is trained when overrides are given. Interrupted
+    (Ctrl-C, SIGTERM), training leaves its checkpoints, and the page is made of what there is.
     overrides: `seeds`, or fields of TrainConfig; an empty or zero one is left to the scale. Of a plan with several
     settings the study is that of the first, what is missing is counted over all of them.
     """
-    parts = gather_each(name, scale, recipes=recipes, store=store, **overrides)
+    parts = gather_each(name, scale, recipes=recipes, store=store, train=train, **overrides)
     arms = tuple(config for part in parts for config in part.plan.arms)
     missing = tuple(arm for part in parts for arm in part.missing)
     return replace(parts[0], plan=replace(parts[0].plan, arms=arms), missing=missing)
@@ -216,14 +219,16 @@ def partial_of(parts: Sequence[Evidence]) -> Partial:
 
 
 def gather_each(
-    name: str, scale: str, *, recipes: Sequence[str] | None = None, store: Store | None = None, **overrides
-) -> list[Evidence]:
+    name: str, scale: str, *, recipes: Sequence[str] | None = None, store: Store | None = None, train: bool = False,
+    **overrides,
+) -> list[Evidence]:  # fmt: skip
     """As `gather`, one Evidence for each setting of the plan, in its order."""
     store = store or Store()
     given = {k: v for k, v in overrides.items() if v}
     given = _corpus_of(store, get_scale(scale)) | given
     wanted = plan(name, scale, recipes=recipes, **given)
-    if wanted.scale.name == "cpu" and (_asked_for(name, wanted.scale) or given) and any(store.get(c) is None for c in wanted.arms):
+    train = train or wanted.scale.name == "cpu" and bool(_asked_for(name, wanted.scale) or given)
+    if train and any(store.get(c) is None for c in wanted.arms):
         summary = wanted.run(store)
         if summary.failed:
             arm, reason = next(iter(summary.failed.items()))

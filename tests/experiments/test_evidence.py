@@ -14,6 +14,8 @@ from mxfp4.experiments.charts import render
 from mxfp4.experiments.claims import judge_all, load_ledger
 from mxfp4.experiments.evidence import NAMED, Partial, Sources, gather, gather_each, partial_of
 from mxfp4.experiments.plan import LAPTOP, PLANS
+from mxfp4.experiments.plan import Plan
+from mxfp4.experiments.pool import Summary
 from mxfp4.experiments.rounding_bias import PRESCALED, bias_summary, sr_bias_frame
 from mxfp4.experiments.scales import SCALES
 from mxfp4.experiments.store import Store
@@ -254,6 +256,19 @@ def test_a_difference_far_beyond_the_others_stands_at_the_edge_with_its_size():
         assert chart.to_dict()["title"]["subtitle"] == [charts.CUT]
         render(chart, "a caption")
     assert figures.gaps(frame[:4], title="T", unit="u").to_dict()["title"] == "T"
+
+
+def test_a_page_of_another_scale_trains_what_is_missing_when_asked(tmp_path, monkeypatch):
+    small = replace(SCALES["cpu"], name="gpu", steps=4, warmup=1, eval_every=2, eval_sequences=2, probe_steps=(), settings={})
+    monkeypatch.setitem(SCALES, "gpu", small)
+    asked = []
+    monkeypatch.setattr(Plan, "run", lambda plan, store: asked.append(plan.arms) or Summary())
+    assert gather("table1", "gpu", store=Store(tmp_path), recipes=["fp8"]).study is None and not asked
+    assert gather("table1", "gpu", store=Store(tmp_path), recipes=["fp8"], train=True).study is None
+    assert [[c.recipe for c in arms] for arms in asked] == [["fp8"] * len(small.seeds_of("table1"))]
+    monkeypatch.setattr(Plan, "run", lambda plan, store: Summary(failed={"fp8-s0": "no luck"}))
+    with pytest.raises(UserError, match="arm fp8-s0 failed: no luck"):
+        gather("table1", "gpu", store=Store(tmp_path), recipes=["fp8"], train=True)
 
 
 def test_runs_on_a_range_of_shards_are_gone_on_with_there(tmp_path):
