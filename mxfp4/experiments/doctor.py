@@ -274,7 +274,8 @@ def _fit(scale: str) -> list[Check]:
     for problem in result.problems:
         what, _, said = problem.partition(": ")
         said, _, advice = said.rpartition(": ")
-        checks = [Check(c.name, "missing", said, advice) if c.name == names[what] else c for c in checks]
+        name = names.get(what, what)
+        checks = [*(c for c in checks if c.name != name), Check(name, "missing", said, advice)]
     return checks
 
 

@@ -7,36 +7,28 @@ estimate, disk is counted from the configuration.
 
 from __future__ import annotations
 
-import math
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from mxfp4.errors import UserError
 from mxfp4.experiments import published
-from mxfp4.experiments.places import check, idle
+from mxfp4.experiments.places import check, idle, no_gpu
 from mxfp4.experiments.plan import ArmStatus, Plan
+from mxfp4.experiments.room import (
+    GB, P1_GPUS, PROCESS_BYTES, Machine, machine_for, memories, needed, staged, too_large, too_much_staged,
+)  # fmt: skip
 from mxfp4.experiments.store import Store
 from mxfp4.experiments.study import count
-from mxfp4.numerics.path import PATHS, fp8_path, matmul_path
 from mxfp4.training import checkpoint
 from mxfp4.training.config import TrainConfig
-from mxfp4.training.memory import Memory, estimate
+from mxfp4.training.memory import Memory
 from mxfp4.training.packing_state import Packing, state_of
 from mxfp4.training.recompute import check_every
 
-GB = 1e9
-P1_GPUS = 8
-MI355X_BYTES = 288 * GB
-"""Memory of one MI355X (vendor's figure)."""
 LOGGED = {"fp8": "FP8", "mxfp4+h16": "MXFP4 + H16"}
 """Recipes that the public logs timed, as the logs call them."""
-PROCESS_BYTES = 0.6 * GB
-"""Assumed: an interpreter with PyTorch loaded; scale cpu has one for each arm at a time."""
 RECORD_BYTES_PER_STEP = 64
 """A step's row in a record's compressed tables."""
 
@@ -56,23 +48,6 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What the plan would run on."""
-
-    gpus: int
-    """0: the CPU."""
-    memory: float | None
-    """Bytes of one GPU (of the machine, for the CPU); None when not known."""
-    what: str
-    here: bool
-    """Whether that is this machine, so that its disk counts."""
-    path: str
-    """native, emulated: how it multiplies FP4."""
-    fp8_path: str
-    """The same of FP8 with one scale a tensor."""
-
-
-@dataclass(frozen=True)
 class DryRun:
     """The answer. `problems` is what cannot fit, one line each."""
 
@@ -88,27 +63,6 @@ class DryRun:
     """(what, bytes still to be written)."""
     free: float
     problems: tuple[str, ...]
-
-
-def machine_for(scale: str, gpus: int | None, memory_gb: float | None) -> Machine:
-    """The machine that is meant: this one's GPUs, or P1's for scale mi355x without any. UserError for a number of GPUs
-    or GB that no machine has."""
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus is not None and gpus < 0:
-        raise UserError(f"gpus={gpus} must be 0 (the CPU) or more")
-    if memory_gb is not None and not 0 < memory_gb < math.inf:
-        raise UserError(f"gpu_memory={memory_gb:g} must be a positive number of GB")
-    given = None if memory_gb is None else memory_gb * GB
-    if gpus == 0 or (gpus is None and not there and scale == "cpu"):
-        ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Machine(0, given or ram, "CPU", True, matmul_path("cpu"), fp8_path("cpu"))
-    if there:
-        found = torch.cuda.get_device_properties(0)
-        number = gpus or (there if scale == "mi355x" else 1)
-        return Machine(number, given or found.total_memory, found.name, True, matmul_path("cuda"), fp8_path("cuda"))
-    if scale == "mi355x":
-        return Machine(gpus or P1_GPUS, given or MI355X_BYTES, "MI355X (not this machine)", False, *PATHS[0])
-    return Machine(gpus or 1, given, "GPU (not this machine)", False, *PATHS[-1])
 
 
 def dry_run(
@@ -132,30 +86,22 @@ def dry_run(
     ranks = plan.scale.ranks_on(machine.gpus)
     if machine.gpus:
         check(ranks, machine.gpus)
-    memory = _memories(left, ranks, device, plan, every, machine)
+    memory = memories(left, plan.scale, machine, ranks, every)
     at_a_time = plan.scale.jobs
     packings = tuple(state_of(c, v) for c, v in sorted({(a.corpus, a.model.vocab_size) for a in left}))
     running = at_a_time * max(machine.gpus // ranks, 1)
     disk = _disk(left, packings, running)
     folder = next(p for p in (store.root, *store.root.parents) if p.exists())
     free = float(shutil.disk_usage(folder).free)
-    problems = [*_too_large(memory, machine, at_a_time), *_too_full(disk, free, folder, machine)]
+    staging = staged(left, plan.scale, machine, running)
+    problems = [
+        *_no_gpu(plan, machine), *too_large(memory, machine, at_a_time), *too_much_staged(staging, machine),
+        *_too_full(disk, free, folder, machine),
+    ]  # fmt: skip
     return DryRun(
         plan, machine, tuple(_cost(a, ranks) for a in status), tuple(memory), at_a_time, packings, tuple(disk), free,
         tuple(problems),
     )  # fmt: skip
-
-
-def _memories(left: Sequence[TrainConfig], ranks: int, device: str, plan: Plan, every: int, machine: Machine) -> list:
-    found: dict[tuple, tuple[TrainConfig, Memory]] = {}
-    captured = plan.scale.capture and device == "cuda" and ranks == 1
-    for config in left:
-        e = estimate(
-            config, ranks=ranks, device=device, compiled=plan.scale.compile, recompute_every=every, captured=captured,
-            native=machine.path == "native", fp8=machine.fp8_path == "native",
-        )  # fmt: skip
-        found.setdefault((config.model, round(e.peak)), (config, e))
-    return sorted(found.values(), key=lambda pair: -pair[1].peak)
 
 
 def _cost(arm: ArmStatus, ranks: int) -> Cost:
@@ -187,24 +133,8 @@ def _disk(left: Sequence[TrainConfig], packings: Sequence[Packing], running: int
     return rows
 
 
-def _too_large(memory, machine: Machine, at_a_time: int) -> list[str]:
-    if not memory or machine.memory is None:
-        return []
-    config, largest = memory[0]
-    need = needed(largest, machine, at_a_time)
-    if need <= machine.memory:
-        return []
-    sharing = f" for {at_a_time} arms at a time" if at_a_time > 1 else ""
-    return [
-        f"memory: {config.recipe} needs {need / GB:.1f} GB of each {machine.what.split(' (')[0]}{sharing}, which has "
-        f"{machine.memory / GB:.1f} GB: use more GPUs (--gpus), fewer arms at a time (--jobs) or --recompute-every 1"
-    ]
-
-
-def needed(memory: Memory, machine: Machine, at_a_time: int) -> float:
-    """Bytes that the device must have."""
-    beside = memory.reserve if machine.gpus else PROCESS_BYTES
-    return at_a_time * (memory.peak + beside)
+def _no_gpu(plan: Plan, machine: Machine) -> list[str]:
+    return [] if machine.gpus or not plan.scale.needs_gpu else [f"device: {no_gpu(plan.scale, 'cpu')}"]
 
 
 def _too_full(disk, free: float, folder: Path, machine: Machine) -> list[str]:

@@ -12,14 +12,15 @@ from mxfp4.experiments.scales import Scale
 Place = tuple[torch.device, ...]
 
 
-def places(device: torch.device, jobs: int, ranks: int = 1) -> list[Place]:
+def places(device: torch.device, jobs: int, ranks: int = 1, gpus: int | None = None) -> list[Place]:
     """Where each arm that runs at a time trains, `ranks` devices an arm: `jobs` arms on every GPU or group of GPUs,
-    neighbours on different ones. On the CPU ranks are processes. Raises UserError where there are fewer GPUs."""
+    neighbours on different ones. gpus: on so many of them (None: on all). On the CPU ranks are processes. Raises
+    UserError where there are fewer GPUs."""
     if device.type == "cpu" or device.index is not None:
         if device.index is not None and ranks > 1:
             raise UserError(f"{ranks} ranks an arm need {ranks} GPUs, not {device} alone")
         return [(device,) * ranks] * jobs
-    count = torch.cuda.device_count()
+    count = torch.cuda.device_count() if gpus is None else gpus
     check(ranks, count)
     if count == 1:
         return [(device,)] * jobs
@@ -31,6 +32,26 @@ def check(ranks: int, gpus: int) -> None:
     """Raises UserError where an arm needs more GPUs than there are."""
     if ranks > gpus:
         raise UserError(f"{ranks} ranks an arm need {ranks} GPUs, there are {gpus}")
+
+
+def no_gpu(scale: Scale, device: str) -> str:
+    """One line: that `scale` cannot be trained on a device of type `device`."""
+    return (
+        f"scale {scale.name!r} trains on a GPU, and device {device!r} is none: see `mxfp4 doctor --scale {scale.name}`"
+    )
+
+
+def chosen_gpus(gpus: int | None, device: torch.device) -> int:
+    """How many GPUs are trained on: `gpus` of this machine's (None: all); 0 on the CPU. UserError for more than there
+    are."""
+    there = torch.cuda.device_count() if device.type == "cuda" else 0
+    if gpus is None:
+        return there if device.index is None else 1
+    if device.type == "cuda" and not 0 < gpus <= there:
+        raise UserError(f"gpus={gpus}: allowed here are 1 to {there}")
+    if device.type != "cuda" and gpus:
+        raise UserError(f"gpus={gpus}: this machine has none to train on; allowed here is 0")
+    return gpus
 
 
 def idle(scale: Scale, gpus: int) -> str | None:

@@ -72,18 +72,17 @@ class Scale:
     """Every n-th block computes its activations again in the backward; 0: none does."""
 
     @property
+    def needs_gpu(self) -> bool:
+        """Whether steps are executed as a GPU does: its models are too large for a CPU."""
+        return self.compile or self.capture
+
+    @property
     def spread(self) -> bool:
         """Whether arms are for several ranks: then checkpoints are sharded, on a single GPU too."""
         return self.ranks_per_arm != 1
 
-    def ranks(self, device) -> int:
-        """Ranks of an arm on this machine; device: a torch.device. On the CPU, where they are processes, 0 means 1."""
-        from torch.cuda import device_count
-
-        return self.ranks_on(device_count() if device.type == "cuda" and device.index is None else 1)
-
     def ranks_on(self, gpus: int) -> int:
-        """Ranks of an arm on a machine with so many GPUs."""
+        """Ranks of an arm on a machine with so many GPUs; on the CPU (0), where they are processes, all is one."""
         return self.ranks_per_arm or max(n for n in range(1, max(gpus, 1) + 1) if self.micro_batches % n == 0)
 
     def execution(self) -> dict:

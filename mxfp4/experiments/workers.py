@@ -23,11 +23,13 @@ from tqdm import tqdm
 from mxfp4.errors import UserError
 from mxfp4.experiments.arm import arm_name, done, train_arm
 from mxfp4.experiments.machine import default_device
-from mxfp4.experiments.places import idle, places
+from mxfp4.experiments.places import Place, chosen_gpus, idle, no_gpu, places
 from mxfp4.experiments.plan import Plan
 from mxfp4.experiments.pool import Pool, Summary, stop_on_signal
+from mxfp4.experiments.room import check_room
 from mxfp4.experiments.store import Store
 from mxfp4.training import parallel
+from mxfp4.training.config import TrainConfig
 from mxfp4.training.interface import TokenSource
 from mxfp4.training.packing import prepare
 
@@ -45,25 +47,26 @@ def run_plan(
     last_start: float | None = None,
     progress: bool = True,
     keep_weights: bool = False,
+    gpus: int | None = None,
 ) -> Summary:
     """Train the missing arms of `plan`, `jobs` at a time on each device (None: the scale's own number).
 
-    device: None is every GPU, or the CPU. corpus: None packs or opens the plan's. max_minutes: stop then, with
-    checkpoints. last_start: begin no arm after so many minutes, and finish those in work. progress: a bar, where
-    stderr is a terminal, and a line that names what is there already. keep_weights: leave the trained weights too, in
-    runs/weights; an arm that has none is missing, and keeps its record. Every rank of torchrun calls it; all get the
-    summary. Raises UserError when the corpus cannot be had, or there are no GPUs, or fewer, than the scale's arms need.
+    device: None is every GPU, or the CPU. gpus: on so many of the machine's GPUs (None: all; 0: the CPU). corpus: None
+    packs or opens the plan's. max_minutes: stop then, with checkpoints. last_start: begin no arm after so many minutes,
+    and finish those in work. progress: a bar, where stderr is a terminal, and a line that names what is there already.
+    keep_weights: leave the trained weights too, in runs/weights; an arm that has none is missing, and keeps its record.
+    Every rank of torchrun calls it; all get the summary. Raises UserError when the corpus cannot be had, there are no
+    GPUs, or fewer, than the scale's arms need, or an arm needs more memory than there is (`room`).
     """
-    device = torch.device(device) if device is not None else default_device()
-    if plan.scale.capture and device.type != "cuda":
-        raise UserError(
-            f"scale {plan.scale.name!r} trains on a GPU, and device {device.type!r} is none: see `mxfp4 doctor --scale "
-            f"{plan.scale.name}`"
-        )
+    device = torch.device(device or ("cpu" if gpus == 0 else default_device()))
+    if plan.scale.needs_gpu and device.type != "cuda":
+        raise UserError(no_gpu(plan.scale, device.type))
     options = {"corpus": corpus, "max_minutes": max_minutes, "last_start": last_start, "keep_weights": keep_weights}
     if parallel.launched():
         if jobs is not None and jobs != 1:
             raise UserError(f"jobs={jobs}: under torchrun all ranks train one arm at a time")
+        if gpus is not None:
+            raise UserError(f"gpus={gpus}: under torchrun its --nproc-per-node says how many")
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         with parallel.joined(device) as ranks:
@@ -71,9 +74,10 @@ def run_plan(
     jobs = plan.scale.jobs if jobs is None else jobs
     if jobs < 1:
         raise UserError(f"jobs={jobs} must be at least 1")
-    where = places(device, jobs, plan.scale.ranks(device))
-    if device.type == "cuda" and device.index is None and progress:
-        unused = idle(plan.scale, torch.cuda.device_count())
+    gpus = chosen_gpus(gpus, device)
+    where = places(device, jobs, plan.scale.ranks_on(gpus), gpus)
+    if gpus and device.index is None and progress:
+        unused = idle(plan.scale, gpus)
         if unused:
             tqdm.write(unused, file=sys.stderr)
     return _run(plan, store, where, **options, progress=progress)
@@ -103,6 +107,7 @@ def _run(
             text = f"removed checkpoints of finished runs, left by a crash ({len(removed)}): {' '.join(removed)}"
             tqdm.write(text, file=sys.stderr)
     if missing:
+        _check_room([config for config, _ in missing], plan, places, ranks)
         if corpus is None and ranks.rank == 0:
             corpora = {(config.corpus, config.model.vocab_size) for config, _ in missing}
             for name, vocab_size in sorted(corpora):  # once, before the arms ask for it
@@ -124,3 +129,17 @@ def _run(
             pool.run(missing, lambda: interrupted.is_set() or passed(max_minutes))
     summary.seconds = time.monotonic() - started
     return summary
+
+
+def _check_room(configs: list[TrainConfig], plan: Plan, places: list[Place], ranks: parallel.Ranks) -> None:
+    """UserError where `configs` cannot fit, before anything is packed or trained."""
+    together = parallel.launched()
+    device = places[0][0]
+    here = int(os.environ["LOCAL_WORLD_SIZE"]) if together else len({d for place in places for d in place})
+    check_room(
+        configs, plan.scale, device,
+        ranks=ranks.size if together else len(places[0]),
+        at_a_time=1 if together else sum(place == places[0] for place in places),
+        gpus=here if device.type == "cuda" else 0,
+        nodes=ranks.size // here if together else 1,
+    )  # fmt: skip

@@ -41,6 +41,7 @@ class TrainResult:
     """status ("finished", "diverged" or "paused"), step, tokens, reason, final_loss, final_bpb, target."""
     timings: dict
     """train_seconds, evaluate_seconds, tokens_per_second (None for a run too short to time); on a GPU peak_memory_bytes,
-    the largest of the ranks'; on several ranks their number, `ranks`. As measured on this machine."""
+    the largest of the ranks'; on several ranks their number, `ranks`; `recompute_every` where
+    activations were computed again. As measured on this machine."""
     model: Llama = field(repr=False)
     """The model as training left it."""

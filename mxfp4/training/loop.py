@@ -166,6 +166,7 @@ class _Run:
     def prepare(self, compile: bool, capture: bool, recompute_every: int) -> None:
         """Choose how steps are executed: it changes speed and memory alone."""
         set_recompute(self.model, recompute_every)
+        self.recompute_every = recompute_every
         dense = not self.config.model.n_experts  # how many tokens an expert gets changes from step to step
         if compile and dense:
             for layer in self.model.layers:
@@ -352,6 +353,8 @@ class _Run:
         }
         if self.device.type == "cuda":
             timings["peak_memory_bytes"] = max(self.ranks.gather(torch.cuda.max_memory_allocated(self.device)))
+        if self.recompute_every:
+            timings["recompute_every"] = self.recompute_every
         if self.ranks.control is not None:
             timings["ranks"] = self.ranks.size
         return TrainResult(self.rows, self.probes, self.window_losses, outcome, timings, self.model)

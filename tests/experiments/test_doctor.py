@@ -165,6 +165,7 @@ def node(monkeypatch, tmp_path):
     monkeypatch.setattr("mxfp4.numerics.path._gpu_path", lambda index: "native")
     monkeypatch.setattr("mxfp4.numerics.path._gpu_fp8_path", lambda index: "native")
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2 * 10**12}))
+    monkeypatch.setattr("mxfp4.experiments.room.ram", lambda: 2e12)
     (tmp_path / "c4" / "en").mkdir(parents=True)
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setenv("MXFP4_RUNS", str(tmp_path / "runs"))

@@ -122,5 +122,5 @@ def test_arms_are_dealt_over_all_gpus(monkeypatch):
     with pytest.raises(UserError, match="2 ranks an arm need 2 GPUs, not cuda:1 alone"):
         places(torch.device("cuda:1"), 1, 2)
     shared = replace(SCALE, micro_batches=3, batch_size=6, ranks_per_arm=0)
-    assert shared.ranks(torch.device("cuda")) == 1 and shared.ranks(torch.device("cpu")) == 1
-    assert replace(shared, micro_batches=4, batch_size=8).ranks(torch.device("cuda")) == 2
+    assert shared.ranks_on(torch.cuda.device_count()) == 1 and shared.ranks_on(0) == 1
+    assert replace(shared, micro_batches=4, batch_size=8).ranks_on(torch.cuda.device_count()) == 2

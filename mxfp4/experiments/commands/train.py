@@ -17,17 +17,18 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--last-start", type=float, metavar="M", help="begin no arm after M minutes; those in work are finished"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: every GPU, or the CPU where there is none")
+    parser.add_argument(
+        "--gpus", type=int, metavar="N",
+        help="on so many GPUs (default: all; 0: the CPU). In a dry run those meant (8 for mi355x on a machine without)",
+    )
+    parser.add_argument(
+        "--recompute-every", type=int, metavar="N",
+        help="compute every N-th block's activations again in the backward, for less memory, more time and the same "
+        "results (default: the scale's; 0: none)",
+    )
     dry = parser.add_argument_group("dry run", "what it would take, with nothing run; exit code 1 if it cannot fit")
     dry.add_argument("--dry-run", action="store_true", help="arms, GPU-hours, memory, disk, what is there already")
-    dry.add_argument(
-        "--gpus", type=int, metavar="N",
-        help="GPUs meant (default: this machine's, or 8 for mi355x without any; 0: the CPU)",
-    )
     dry.add_argument("--gpu-memory", type=float, metavar="GB", help="memory of a GPU meant (default: this machine's)")
-    dry.add_argument(
-        "--recompute-every", type=int, metavar="N",
-        help="with every N-th block's activations recomputed (default: the scale's; 0: none)",
-    )
     parser.add_argument(
         "--keep-weights", action="store_true",
         help="also leave the trained weights, in runs/weights/<scale>/<run id>/, for `mxfp4 export`; an arm that has a "
@@ -71,15 +72,21 @@ def chosen_plan(args: argparse.Namespace, name: str | None = None):
 def run(args: argparse.Namespace) -> int:
     """0 when every arm has a record (diverged ones included), 130 when stopped before, 1 when an arm
     failed or, for a dry run, cannot fit."""
+    if args.device == "cpu":
+        if args.gpus:
+            raise UserError(f"--gpus {args.gpus} with --device cpu: leave one of them out")
+        args.gpus = 0
     if args.dry_run:
         return _dry_run(args)
+    if args.gpu_memory is not None:
+        raise UserError(f"--gpu-memory {args.gpu_memory:g} goes with --dry-run: training takes the memory that there is")
     from mxfp4.experiments.workers import run_plan
     from mxfp4.training.parallel import reports
 
-    plan, store = chosen_plan(args), _store()
+    plan, store = _as_asked(chosen_plan(args), args), _store()
     summary = run_plan(
         plan, store, jobs=args.jobs, device=args.device, max_minutes=args.max_minutes,
-        last_start=args.last_start, progress=not args.quiet, keep_weights=args.keep_weights,
+        last_start=args.last_start, progress=not args.quiet, keep_weights=args.keep_weights, gpus=args.gpus,
     )  # fmt: skip
     if reports():
         print(f"{args.plan} at scale {args.scale}: {summary}")
@@ -101,18 +108,27 @@ def _kept(plan, store, device: str | None) -> str | None:
     return f"weights ({len(found)}) in {found[0].parent}, for `mxfp4 export RUN FOLDER`: {names}"
 
 
+def _as_asked(plan, args: argparse.Namespace):
+    """The plan, executed as the options say: which changes no result and no key."""
+    from dataclasses import replace
+
+    from mxfp4.training.recompute import check_every
+
+    if args.recompute_every is None:
+        return plan
+    check_every(args.recompute_every)
+    return replace(plan, scale=replace(plan.scale, recompute_every=args.recompute_every))
+
+
 def _dry_run(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from mxfp4.experiments.dry_run import dry_run, text
 
-    plan = chosen_plan(args)
+    plan = _as_asked(chosen_plan(args), args)
     if args.jobs is not None:
         plan = replace(plan, scale=replace(plan.scale, jobs=args.jobs))
-    gpus = 0 if args.device == "cpu" else args.gpus
-    result = dry_run(
-        plan, _store(), gpus=gpus, memory_gb=args.gpu_memory, recompute_every=args.recompute_every
-    )
+    result = dry_run(plan, _store(), gpus=args.gpus, memory_gb=args.gpu_memory)
     print(text(result))
     return 1 if result.problems else 0
 
