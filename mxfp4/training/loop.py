@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from mxfp4.errors import UserError
-from mxfp4.training import parallel
+from mxfp4.training import nonfinite, parallel
 from mxfp4.training.captured import CapturedStep
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.determinism import fixed_order
@@ -98,13 +98,13 @@ def train(
     with bar, fixed_order() if deterministic else nullcontext():
         if not run.rows:
             run.evaluate()
-        while run.status is None:
+        while run.status is None or nonfinite.replay(run, checkpoints):
             run.advance(probe)
-            bar.update()
+            bar.update(run.step - bar.n)
             if on_step:
                 on_step(run.step)
             if run.status is not None:
-                break
+                continue
             if {run.step, run.step + 1} <= set(config.probe_steps):
                 continue  # the probe compares these two steps; a checkpoint between them would lose the first
             due = checkpoints is not None and ranks.rank == 0 and checkpoints.due()
@@ -149,15 +149,21 @@ class _Run:
         windows = corpus.eval_windows(config.eval_sequences, config.seq_len)
         self.bytes_per_token = corpus.bytes_per_token(windows=windows)
         self.eval_windows = windows.to(device)
-        self.watch = DivergenceWatch(config.model.vocab_size)
-        self.step = 0
         self.update, self.losses_of = self._update, partial(token_losses, self.model)
+        self.replayed: list[dict] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """As before the first step, but for the weights and the optimizer."""
+        self.step = 0
+        self.watch = DivergenceWatch(self.config.model.vocab_size)
         self.rows: list[dict] = []
         self.window_losses: list[float] = []
         self.pending: list[tuple[int, float, Tensor]] = []
         self.probes: list[dict] = []
         self.status: str | None = None
         self.reason: str | None = None
+        self.suspect = False  # whether a value that is not finite is the reason
         self.target: dict | None = None
         self.seconds = {"train": 0.0, "evaluate": 0.0, "timed": 0.0, "part": 0.0}  # part: of the device
         self.timed_tokens = 0
@@ -208,23 +214,25 @@ class _Run:
         self.seconds["part"] += seconds / self.arms()
 
     def _update(self, batch: Tensor) -> Tensor:
-        """One step of the optimizer on a batch; [loss, norm of the gradient, load-balance loss], on the device."""
-        loss, balance = self.ranks.mean(torch.stack(self._gradients(batch)))
+        """One step of the optimizer on a batch; [loss, norm of the gradient, load-balance loss, losses of this rank's
+        parts], on the device."""
+        loss, balance, parts = self._gradients(batch)
+        loss, balance = self.ranks.mean(torch.stack([loss, balance]))
         norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return torch.stack([loss, norm.detach(), balance])
+        return torch.stack([loss, norm.detach(), balance, *parts])
 
     def _parts(self) -> range:
         """Which parts of a batch are this rank's."""
         return self.ranks.share(self.config.micro_batches)[0]
 
-    def _gradients(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Accumulate the gradient of this rank's parts of a batch; return their mean loss and load-balance loss, on
-        the device."""
+    def _gradients(self, batch: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Accumulate the gradient of this rank's parts of a batch; return their mean loss and load-balance loss, and
+        each one's loss, on the device."""
         mine = self._parts()
         parts = batch.chunk(self.config.micro_batches)[mine.start : mine.stop]
-        total = torch.zeros((), device=self.device)
+        total, losses = torch.zeros((), device=self.device), []
         balance = torch.full((), math.nan if not self.config.model.n_experts else 0.0, device=self.device)
         with weights_kept(self.model) if self.keeps_weights and len(parts) > 1 else nullcontext():
             for i, part in enumerate(parts):
@@ -236,7 +244,8 @@ class _Run:
                     balance += aux.detach() / len(parts)
                 (objective / len(parts)).backward()
                 total += loss.detach() / len(parts)
-        return total, balance
+                losses.append(loss.detach())
+        return total, balance, losses
 
     def fetch(self) -> None:
         """Bring the pending losses to the host, in order, up to a step at which the run has diverged."""
@@ -248,11 +257,13 @@ class _Run:
             self.seconds["timed"] += now - self.timed_from[0]
             self.timed_tokens += (self.step - self.timed_from[1]) * self.config.tokens_per_step
         self.timed_from = now, self.step
-        for (step, lr, _), (loss, norm, balance) in zip(self.pending, values, strict=True):
+        for (step, lr, _), (loss, norm, balance, *parts) in zip(self.pending, values, strict=True):
             self.rows.append(self._row(step, train_loss=loss, grad_norm=norm, lr=lr, balance_loss=balance))
             self.reason = self.watch.observe(loss, norm)
             if self.reason is not None:
-                self.status = "diverged"
+                self.status, self.suspect = "diverged", not math.isfinite(loss + norm)
+                where = nonfinite.in_parts(self.ranks.gather(parts)) if self.suspect else ""
+                self.reason += f" at step {step}, {where}" if where else ""
                 break
         self.pending.clear()
 
@@ -260,7 +271,7 @@ class _Run:
         """Evaluate and write the result into the row of the current step."""
         started = time.perf_counter()
         batch_size = self.config.batch_size // self.config.micro_batches
-        mine, _ = self.ranks.share(-(-len(self.eval_windows) // batch_size))
+        mine, most = self.ranks.share(-(-len(self.eval_windows) // batch_size))
         set_step(self.model, self.step, mine.start + (self.config.micro_batches if self.step else 0))
         # A captured batch would keep what an earlier evaluation made of the weights.
         with weights_kept(self.model) if self.keeps_weights and not self.captured else nullcontext():
@@ -275,7 +286,9 @@ class _Run:
         if self.step == 0:
             self.timed_from = None  # the first steps warm up
         if not math.isfinite(loss):
-            self.status, self.reason = "diverged", f"evaluation loss is {loss}"
+            self.status, self.suspect = "diverged", True
+            where = nonfinite.in_windows(self.window_losses, batch_size, most, self.ranks.size)
+            self.reason = f"evaluation loss is {loss} at step {self.step}, {where}"
         wanted = self.config.target_loss
         if wanted is not None and self.target is None and loss <= wanted:
             self.target = {"loss": wanted, "step": self.step, "tokens": row["tokens"]}
@@ -301,6 +314,7 @@ class _Run:
             "target": self.target,
             "seconds": self.seconds,
             "timed_tokens": self.timed_tokens,
+            "replayed": self.replayed,
         }
         checkpoints.save(self.step, plain, wait=wait)
         self.timed_from = time.perf_counter(), self.step
@@ -327,6 +341,7 @@ class _Run:
         self.step, state = found
         self.rows, self.probes, self.target = state["curve"], state["probes"], state["target"]
         self.window_losses = state["window_losses"]
+        self.replayed = self.replayed or state.get("replayed", [])  # what this process knows is never less
         seconds = state["seconds"]  # of a checkpoint from before parts were counted: as if it had been alone
         self.seconds = {"part": seconds["train"] + seconds["evaluate"], **seconds}
         self.timed_tokens = state["timed_tokens"]
@@ -345,6 +360,8 @@ class _Run:
             "final_bpb": evaluated[-1]["eval_bpb"] if evaluated else None,
             "target": self.target,
         }
+        if self.replayed:
+            outcome["replayed"] = self.replayed
         timings = {
             "train_seconds": self.seconds["train"],
             "evaluate_seconds": self.seconds["evaluate"],

@@ -105,6 +105,18 @@ class Checkpoints:
             if self.ranks.rank == 0:
                 checkpoint.prune(self.folder)
 
+    def last_step(self) -> int:
+        """Step of the newest checkpoint, once a write in work has ended; 0 without one."""
+        self._settle()
+        return self.ranks.agree(checkpoint.latest_step(self.folder) or 0)
+
+    @torch.no_grad()
+    def zero_moments(self) -> None:
+        """The optimizer's state as before its first step."""
+        for name, tensor in named_tensors(self.model, self.optimizer).items():
+            if not name.startswith("model."):
+                tensor.zero_()
+
     def load(self, check) -> tuple[int, dict] | None:
         """Restore the newest whole checkpoint; (step, plain data), None where there is none. A damaged one is named
         in a warning and passed over. check: called with the plain data before anything is restored; may raise."""
