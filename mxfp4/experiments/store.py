@@ -3,6 +3,7 @@
     runs/records/<scale>/<run id>/   record.json, curve.parquet, probes.parquet
     runs/checkpoints/<scale>/<run id>/   of a run that goes on, with its lock
     runs/weights/<scale>/<run id>/   what was trained, where it was asked for
+    runs/replaced/<scale>/<run id>-1/, ...   records of arms that were then run anew
 
 The key is the SHA-256 of configuration, device type, GEMM paths and SEMANTICS_VERSION, so a record is found
 again by what it says and by nothing else, and merging two stores is copying directories. A record is
@@ -71,7 +72,7 @@ class Record:
 
     @property
     def outcome(self) -> dict:
-        """status ("finished" or "diverged"), step, tokens, reason, final_loss, final_bpb, target."""
+        """status ("finished" or "diverged"), step, tokens, reason, final_loss, final_bpb, target, `replayed` if any."""
         return self.data["outcome"]
 
     @property
@@ -205,6 +206,27 @@ class Store:
         finally:
             shutil.rmtree(work, ignore_errors=True)
         return _read(final)
+
+    def set_aside(self, config: TrainConfig, device: torch.device | str | None = None) -> Path | None:
+        """Move an arm's record to runs/replaced, so that it is missing and can be run anew; where it lies now, None
+        without a record. Raises UserError while another process trains the arm."""
+        lock = self.lock(config, device)
+        if not lock.acquire():
+            raise UserError(f"{self.run_id(config, device)} is in work ({lock.holder()}): its record stays")
+        try:
+            record = self.get(config, device)
+            if record is None:
+                return None
+            folder = self.root / "replaced" / safe_scale(config.scale)
+            folder.mkdir(parents=True, exist_ok=True)
+            number = 1
+            while (to := folder / f"{record.run_id}-{number}").exists():
+                number += 1
+            record.folder.rename(to)
+            durable.sync_folder(folder)
+            return to
+        finally:
+            lock.release()
 
     def _place(self, work: Path, final: Path) -> None:
         if final.exists() and _read(final) is None:  # damaged: make room

@@ -48,6 +48,7 @@ def run_plan(
     progress: bool = True,
     keep_weights: bool = False,
     gpus: int | None = None,
+    again: bool = False,
 ) -> Summary:
     """Train the missing arms of `plan`, `jobs` at a time on each device (None: the scale's own number).
 
@@ -55,13 +56,15 @@ def run_plan(
     packs or opens the plan's. max_minutes: stop then, with checkpoints. last_start: begin no arm after so many minutes,
     and finish those in work. progress: a bar, where stderr is a terminal, and a line that names what is there already.
     keep_weights: leave the trained weights too, in runs/weights; an arm that has none is missing, and keeps its record.
+    again: first set the records that the plan's arms have aside, in runs/replaced, so that all are missing.
     Every rank of torchrun calls it; all get the summary. Raises UserError when the corpus cannot be had, there are no
     GPUs, or fewer, than the scale's arms need, or an arm needs more memory than there is (`room`).
     """
     device = torch.device(device or ("cpu" if gpus == 0 else default_device()))
     if plan.scale.needs_gpu and device.type != "cuda":
         raise UserError(no_gpu(plan.scale, device.type))
-    options = {"corpus": corpus, "max_minutes": max_minutes, "last_start": last_start, "keep_weights": keep_weights}
+    options = {"corpus": corpus, "max_minutes": max_minutes, "last_start": last_start, "keep_weights": keep_weights,
+               "again": again}  # fmt: skip
     if parallel.launched():
         if jobs is not None and jobs != 1:
             raise UserError(f"jobs={jobs}: under torchrun all ranks train one arm at a time")
@@ -85,11 +88,17 @@ def run_plan(
 
 def _run(
     plan: Plan, store: Store, places: list, *, corpus, max_minutes: float | None, last_start: float | None,
-    keep_weights: bool, progress: bool,
+    keep_weights: bool, again: bool, progress: bool,
 ) -> Summary:  # fmt: skip
     ranks = parallel.here()
     started = time.monotonic()
     device = places[0][0]
+    if again:
+        moved = [to for config in plan.arms if (to := store.set_aside(config, device))] if ranks.rank == 0 else []
+        if moved and progress:
+            names = " ".join(to.name for to in moved)
+            tqdm.write(f"to be run again, their records are in {moved[0].parent}: {names}", file=sys.stderr)
+        ranks.agree(None)  # the others look after that
     present, missing = [], []
     for arm in plan.status(store, device):
         if arm.done and done(arm.config, store, device, keep_weights):

@@ -30,8 +30,8 @@ def arms(scale, recipes=("mxfp4+sr",), **changes):
     return plan("table1", scale, recipes=recipes, seeds=(0,), **changes)
 
 
-def train(scale, store, corpus=CORPUS, **options):
-    return run_plan(arms(scale, **options), store, device="cpu", corpus=corpus, progress=False)
+def train(scale, store, corpus=CORPUS, *, again=False, **options):
+    return run_plan(arms(scale, **options), store, device="cpu", corpus=corpus, progress=False, again=again)
 
 
 class RankDies(FakeCorpus):

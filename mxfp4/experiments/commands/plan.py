@@ -53,7 +53,8 @@ def _describe(arm) -> str:
         text = f"{outcome['status']} at step {outcome['step']}" + (
             f", loss {loss:.4f}" if loss is not None else ""
         )
-        return f"{text}, {outcome['reason']}" if outcome["reason"] else text
+        noted = [f"step {r['step']} replayed ({r['reason']})" for r in outcome.get("replayed", [])]
+        return ", ".join([text, *filter(None, [outcome["reason"]]), *noted])
     text = f"begun, step {arm.step} of {arm.config.steps}" if arm.step else "missing"
     if arm.seconds is None:
         return f"{text}, not measured yet"

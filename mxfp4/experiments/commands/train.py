@@ -34,6 +34,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="also leave the trained weights, in runs/weights/<scale>/<run id>/, for `mxfp4 export`; an arm that has a "
         "record and no weights is trained again (its record stays)",
     )  # fmt: skip
+    parser.add_argument(
+        "--again", action="store_true",
+        help="run the arms named by --arm anew: records that they have go to runs/replaced. Interrupted, it goes on "
+        "without --again",
+    )
     parser.add_argument("--quiet", action="store_true", help="print the summary alone")
     parser.set_defaults(handler=run)
 
@@ -76,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
         if args.gpus:
             raise UserError(f"--gpus {args.gpus} with --device cpu: leave one of them out")
         args.gpus = 0
+    if args.again and (args.dry_run or not args.arm):
+        raise UserError("--again sets records aside: it goes with --arm RECIPE (and --seed S), and not with --dry-run")
     if args.dry_run:
         return _dry_run(args)
     if args.gpu_memory is not None:
@@ -87,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
     summary = run_plan(
         plan, store, jobs=args.jobs, device=args.device, max_minutes=args.max_minutes,
         last_start=args.last_start, progress=not args.quiet, keep_weights=args.keep_weights, gpus=args.gpus,
+        again=args.again,
     )  # fmt: skip
     if reports():
         print(f"{args.plan} at scale {args.scale}: {summary}")
