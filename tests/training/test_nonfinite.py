@@ -2,6 +2,7 @@
 comes again is a divergence. Either way it is said where it was."""
 
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from fakes import TINY, FakeCorpus, tiny_config
 from ranked import full_state, launch
 
+from mxfp4.errors import Notice
 from mxfp4.training import loop, parallel
 from mxfp4.training.nonfinite import in_parts, in_windows
 from mxfp4.training.resume import Checkpoints
@@ -66,11 +68,14 @@ CASES = {
 
 def scenario(ranks, folder):
     for name, fault in CASES.items():
-        result = run(folder / "checkpoints" / name, Fault(**fault))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", Notice)
+            result = run(folder / "checkpoints" / name, Fault(**fault))
+        notices = ranks.gather([str(w.message) for w in said if w.category is Notice])
         outcomes, weights = ranks.gather(result.outcome), full_state(result.model)
         assert outcomes[0] == outcomes[1]
         if ranks.rank == 0:
-            kept = {"curve": result.curve, "outcome": result.outcome, "weights": weights}
+            kept = {"curve": result.curve, "outcome": result.outcome, "weights": weights, "notices": notices}
             torch.save(kept, folder / f"{name}.pt")
 
 
@@ -92,6 +97,8 @@ def two_ranks(tmp_path_factory):
 def test_a_fault_that_does_not_come_again_leaves_the_curve_of_a_run_without_it(two_ranks, name, step, start, where):
     clean, found = two_ranks["none"], two_ranks[name]
     assert found["outcome"].pop("replayed") == [{"step": step, "reason": where, "from": start}]
+    assert found["notices"] == [[f"mxfp4+sr, seed 0: {where}: replayed once from step {start}"], []]
+    assert clean["notices"] == [[], []]
     assert found["outcome"] == clean["outcome"] and found["outcome"]["status"] == "finished"
     assert repr(found["curve"]) == repr(clean["curve"])
     assert all(torch.equal(found["weights"][key], value) for key, value in clean["weights"].items())
