@@ -10,6 +10,7 @@ SHELL := /bin/sh
 .PHONY: help reproduce test env data prepare train notebooks book run serve clean distclean
 
 SCALE ?= auto
+CORPUS ?=
 DRY_RUN ?=
 PORT ?= 8000
 PYTEST_ARGS ?=
@@ -56,6 +57,7 @@ NOT_ROCM := has not PyTorch for ROCm, or has the Triton for CUDA over it
 ENV_KEY = $(shell (cat pyproject.toml constraints.txt; echo "$(TORCH_INDEX)") | cksum | tr ' ' '-')-$(notdir $(CURDIR))
 DATA_KEY = $(shell cksum < requirements-data.txt | tr ' ' '-')
 AT = $(if $(filter auto,$(SCALE)),$$($(MXFP4) scale),$(SCALE))
+ON = $(if $(CORPUS),--corpus $(CORPUS))
 WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || echo $$n)
 
 help: ## this list
@@ -65,6 +67,7 @@ help: ## this list
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## (.*)/\1|\2/' | awk -F'|' '{printf "  %-10s  %s\n", $$1, $$2}'
 	@echo
 	@echo "  SCALE=cpu|gpu|mi355x   what to run (default: what fits this machine, see mxfp4 scale)"
+	@echo "  CORPUS=c4:768-799      train on this corpus, such as some shards of C4 (default: the scale's)"
 	@echo "  DRY_RUN=1              make reproduce: what it would take, nothing run; fails if it cannot fit"
 	@echo "  NB=, P=                which notebook, with which parameters: make run NB=format P=\"scale_rule=rceil\""
 	@echo "  PYTHON=, VENV=         which Python makes the environment, and where (default: .venv)"
@@ -73,9 +76,9 @@ help: ## this list
 
 reproduce: env $(if $(DRY_RUN),,data) ## environment, data, training of every arm, every notebook, site
 	@set -e; at=$(AT); echo "scale: $$at"; \
-	$(if $(DRY_RUN),$(MXFP4) train --scale $$at --dry-run; exit 0;) \
-	$(MXFP4) prepare --scale $$at; \
-	$(MXFP4) train --scale $$at; \
+	$(if $(DRY_RUN),$(MXFP4) train --scale $$at $(ON) --dry-run; exit 0;) \
+	$(MXFP4) prepare --scale $$at $(ON); \
+	$(MXFP4) train --scale $$at $(ON); \
 	$(MXFP4) run --all --scale $$at; \
 	$(MXFP4) book --scale $$at
 
@@ -86,10 +89,10 @@ test: env data ## the whole CPU test suite
 	$(PY) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 prepare: env data ## fetch, tokenize and pack the corpus of the scale
-	@$(MXFP4) prepare --scale $(AT)
+	@$(MXFP4) prepare --scale $(AT) $(ON)
 
 train: env data ## train every arm that has no record yet
-	@$(MXFP4) train --scale $(AT)
+	@$(MXFP4) train --scale $(AT) $(ON)
 
 notebooks: env data ## run every notebook whose inputs have changed
 	@$(MXFP4) run --all --scale $(AT)

@@ -191,3 +191,23 @@ def test_a_conda_environment_with_cudas_pytorch_is_refused_on_rocm(project):
     assert failed.returncode != 0
     assert f"error: {prefix} has not PyTorch for ROCm" in failed.stdout
     assert "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/rocm7.2 conda env create" in failed.stdout
+
+
+def commands(project) -> list[str]:
+    """What mxfp4 was asked, in order."""
+    lines = [line.split() for line in project.log.read_text().splitlines() if "mxfp4.experiments.cli" in line]
+    return [" ".join(words[2:]) for words in lines]
+
+
+@pytest.mark.parametrize(("corpus", "on"), [((), ""), (("CORPUS=c4:768-799",), " --corpus c4:768-799")])
+def test_a_corpus_is_handed_to_every_command_that_reads_one(project, corpus, on):
+    scale = ("SCALE=mi355x", *corpus)
+    assert project.make("reproduce", *scale).returncode == 0
+    assert commands(project) == [
+        f"prepare --scale mi355x{on}", f"train --scale mi355x{on}", "run --all --scale mi355x", "book --scale mi355x",
+    ]  # fmt: skip
+    for target in ("prepare", "train"):
+        project.make(target, *scale)
+        assert commands(project) == [f"{target} --scale mi355x{on}"]
+    project.make("reproduce", "DRY_RUN=1", *scale)
+    assert commands(project) == [f"train --scale mi355x{on} --dry-run"]

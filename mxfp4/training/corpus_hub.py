@@ -55,6 +55,10 @@ def _refusal(status: int, what: str) -> str:
     return trouble(status, what, allowed_by="log in again with `hf auth login`, or " + ALTERNATIVES, instead=ALTERNATIVES)
 
 
+def _train_file(shard: int) -> str:
+    return f"en/c4-train.{shard:05d}-of-{TRAIN_SHARDS:05d}.json.gz"
+
+
 @dataclass
 class C4:
     """C4 en. `shards`: inclusive range of training shards. `root`: a folder; None: MXFP4_C4, else the hub."""
@@ -85,6 +89,18 @@ class C4:
         """Files that the local mirror lacks, as en/NAME; none of the hub."""
         return [] if self.local is None else [f for f in self._files() if not (self.local / f).is_file()]
 
+    def longest_run(self) -> tuple[int, int] | None:
+        """The longest range of neighbouring shards that the local mirror holds; None without any."""
+        best, start = None, None
+        for i in range(TRAIN_SHARDS + 1):
+            there = self.local is not None and i < TRAIN_SHARDS and (self.local / _train_file(i)).is_file()
+            if there and start is None:
+                start = i
+            elif not there and start is not None:
+                best = max(best or (start, i - 1), (start, i - 1), key=lambda run: run[1] - run[0])
+                start = None
+        return best
+
     def identity(self) -> dict:
         return {
             "dataset": REPOSITORY,
@@ -107,8 +123,7 @@ class C4:
 
     def _files(self) -> list[str]:
         first, last = self.shards
-        train = [f"en/c4-train.{i:05d}-of-{TRAIN_SHARDS:05d}.json.gz" for i in range(first, last + 1)]
-        return self._validation_files() + train
+        return self._validation_files() + [_train_file(i) for i in range(first, last + 1)]
 
     def _validation_files(self) -> list[str]:
         """Those that feed the first documents."""

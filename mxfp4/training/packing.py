@@ -49,7 +49,7 @@ def folder_for(
     """Where the packed corpus lies or would lie. Known without reading a document."""
     corpus = get_corpus(corpus) if isinstance(corpus, str) else corpus
     what = {"format": FORMAT, "corpus": corpus.name, "vocab_size": vocab_size, **corpus.identity()}
-    if tokenizer is not None:
+    if tokenizer is not None and vocab_size != LLAMA_VOCAB:
         what["tokenizer"] = tokenizers_.load(tokenizer).sha256()
     key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
     return (Path(root) if root else corpus_dir()) / f"{corpus.name}-{vocab_size}-{key}"
@@ -74,8 +74,9 @@ def prepare(
 
     corpus: a name of mxfp4.training.corpus.CORPORA, "synthetic", or a Corpus. vocab_size: of the byte-level
     BPE that is trained on the training part; 128256 takes Llama 3.1's tokenizer. root: folder of packed
-    corpora, default runs/corpus. tokenizer: a tokenizer.json to use instead (to measure one corpus with
-    another's vocabulary). options: c4's `shards` and `root` (as `c4_root`), synthetic's fields. Errors are
+    corpora, default runs/corpus. tokenizer: a tokenizer.json to use instead: with 128256 ids Llama 3.1's, as
+    MXFP4_LLAMA_TOKENIZER names it; with others a folder of its own (to measure one corpus with another's
+    vocabulary). options: c4's `shards` and `root` (as `c4_root`), synthetic's fields. Errors are
     UserError, one line each.
     """
     if corpus == "synthetic":
@@ -84,14 +85,14 @@ def prepare(
         if "c4_root" in options:
             options["root"] = options.pop("c4_root")
         corpus = get_corpus(corpus, **options)
-    folder = folder_for(corpus, vocab_size, root=root, tokenizer=tokenizer)
-    if not rebuild and (packed := _whole(folder)):
+    folder, given = folder_for(corpus, vocab_size, root=root, tokenizer=tokenizer), _given(tokenizer, vocab_size)
+    if not rebuild and (packed := _whole(folder, given)):
         return packed
     try:
         with _lock(folder):
-            if not rebuild and (packed := _whole(folder)):  # another process packed it while this one waited
+            if not rebuild and (packed := _whole(folder, given)):  # another process packed it while this one waited
                 return packed
-            _pack(corpus, vocab_size, folder, tokenizer, progress)
+            _pack(corpus, vocab_size, folder, given, progress)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -105,14 +106,26 @@ def prepare(
     return packed
 
 
-def _whole(folder: Path) -> PackedCorpus | None:
+def _given(tokenizer: str | None, vocab_size: int) -> TextTokenizer | None:
+    """The tokenizer that was named, checked to be Llama 3.1's where the vocabulary is."""
+    if tokenizer is None:
+        return None
+    loaded = tokenizers_.load(tokenizer)
+    return tokenizers_.checked_llama(loaded) if vocab_size == LLAMA_VOCAB else loaded
+
+
+def _whole(folder: Path, tokenizer: TextTokenizer | None) -> PackedCorpus | None:
+    """The packing in `folder`, None if it is not there or damaged; UserError if it is another tokenizer's."""
     if not folder.exists():
         return None
     try:
-        return PackedCorpus(folder)
+        packed = PackedCorpus(folder)
     except UserError as error:
         tqdm.write(f"packing again: {str(error).removesuffix(': run `mxfp4 prepare`')}", file=sys.stderr)
         return None
+    if tokenizer is not None and tokenizer.sha256() != packed.meta["tokenizer"]["sha256"]:
+        raise UserError(f"{folder} was packed with another tokenizer than the one named: --rebuild packs it with this one")
+    return packed
 
 
 @contextlib.contextmanager
@@ -128,11 +141,11 @@ def _lock(folder: Path) -> Iterator[None]:
         yield
 
 
-def _pack(corpus: Corpus, vocab_size: int, folder: Path, tokenizer: str | None, progress: bool) -> None:
+def _pack(corpus: Corpus, vocab_size: int, folder: Path, given: TextTokenizer | None, progress: bool) -> None:
     parts = corpus.parts()
     work = work_folder(folder)
     work.mkdir(exist_ok=True)
-    tok = _tokenizer(parts, vocab_size, work, tokenizer, progress)
+    tok = _tokenizer(parts, vocab_size, work, given, progress)
     if tok.size > vocab_size:
         raise UserError(f"vocab_size={vocab_size}: the tokenizer has {tok.size} ids")
     dtype = token_dtype(vocab_size)
@@ -179,14 +192,16 @@ def _said(done: dict, place: str, left: int, took: list[float]) -> str:
 
 
 def _tokenizer(
-    parts: list[Part], vocab_size: int, work: Path, given: str | None, progress: bool
+    parts: list[Part], vocab_size: int, work: Path, given: TextTokenizer | None, progress: bool
 ) -> TextTokenizer:
     file = work / "tokenizer.json"
     if file.is_file():
         with contextlib.suppress(UserError):
-            return tokenizers_.load(file)
+            begun = tokenizers_.load(file)
+            if given is None or given.sha256() == begun.sha256():
+                return begun
     if given is not None:
-        tok = tokenizers_.load(given)
+        tok = given
     elif vocab_size == LLAMA_VOCAB:
         tok = tokenizers_.load_llama()
     else:

@@ -10,10 +10,12 @@ import pytest
 from fakes import tiny_c4
 
 from mxfp4.errors import UserError
-from mxfp4.experiments import doctor
+from mxfp4.experiments import doctor, doctor_data
 from mxfp4.experiments.commands import doctor as doctor_command
 from mxfp4.experiments.commands import prepare as prepare_command
-from mxfp4.experiments.scales import SCALES
+from mxfp4.experiments.scales import SCALES, get_scale
+from mxfp4.training.corpus_hub import C4
+from mxfp4.training.packing_state import Packing
 
 
 def parse(command, *args: str) -> argparse.Namespace:
@@ -22,9 +24,14 @@ def parse(command, *args: str) -> argparse.Namespace:
     return parser.parse_args(args)
 
 
+FIT = doctor._fit
+
+
 @pytest.fixture(autouse=True)
-def no_network(monkeypatch):
+def alone(monkeypatch):
+    """No network, and the dry run, which takes seconds, only where a test is about it."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(doctor, "_fit", lambda scale, corpus: [])
 
 
 def status(name: str, scale: str = "cpu") -> doctor.Check:
@@ -35,7 +42,7 @@ def test_covers_what_decides_whether_things_work():
     names = {c.name for c in doctor.diagnose()}
     assert names >= {
         "python", "torch", "triton", "jupyter-book", "datasets", "device", "path", "C compiler", "browser",
-        "packed corpora", "corpus prose", "corpus technical", "corpus c4", "disk", "memory", "network",
+        "packed corpora", "corpus prose", "corpus technical", "disk", "memory", "network",
     }  # fmt: skip
 
 
@@ -67,8 +74,7 @@ def test_missing_data_wheels_are_missing(monkeypatch, tmp_path):
     monkeypatch.setattr("mxfp4.training.corpus_wheels.files", absent)
     assert status("corpus prose").status == "missing"
     assert "make data" in status("corpus prose").advice
-    (tmp_path / "corpus" / "prose-2048-0").mkdir(parents=True)
-    (tmp_path / "corpus" / "prose-2048-0" / "meta.json").write_text("{}")
+    monkeypatch.setattr("mxfp4.training.packing_state.state_of", lambda *a: Packing("prose", 2048, True, "packed", 0.0))
     assert status("corpus prose").status == "note"
 
 
@@ -86,9 +92,7 @@ def test_silent_network_costs_at_most_three_seconds(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         start = time.monotonic()
-        monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *a, **k: None)
-        monkeypatch.delenv("MXFP4_C4", raising=False)
-        check = doctor._network("mi355x")
+        check = doctor_data._network(["C4"])
     assert check.status == "missing" and "MXFP4_C4" in check.advice and "out of reach" in check.value
     assert time.monotonic() - start < 3
 
@@ -96,7 +100,7 @@ def test_silent_network_costs_at_most_three_seconds(monkeypatch):
 @pytest.mark.parametrize("healthy", [True, False])
 def test_command_prints_json_and_exit_code(monkeypatch, capsys, healthy):
     check = doctor.Check("thing", "ok" if healthy else "missing", "value", "" if healthy else "do this")
-    monkeypatch.setattr(doctor, "diagnose", lambda scale: [check])
+    monkeypatch.setattr(doctor, "diagnose", lambda scale, corpus: [check])
     args = parse(doctor_command, "doctor", "--json")
     assert doctor_command.run(args) == (0 if healthy else 1)
     assert json.loads(capsys.readouterr().out)["ok"] is healthy
@@ -133,9 +137,26 @@ def test_prepare_command_says_packed_then_already_there(monkeypatch, capsys, tmp
     assert prepare_command.run(parse(prepare_command, *command)) == 0
     out = capsys.readouterr().out
     assert ": packed in" in out and "2 training parts of 50 to 50 documents, " in out
+    assert "no scale trains with 270 ids: from Python, mxfp4.training.loop.train(config, corpus=PackedCorpus('" in out
     assert prepare_command.run(parse(prepare_command, *command, "--verify")) == 0
     out = capsys.readouterr().out
     assert "already there" in out and "verified" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "read by `mxfp4 train --scale mi355x`"),
+        (("--tokenizer", "t.json"), "read by `mxfp4 train --scale mi355x`"),
+        (("--corpus", "c4:768-799"), "read by `mxfp4 train --scale mi355x --corpus c4:768-799`"),
+        (("--shards", "768-799"), "read by `mxfp4 train --scale mi355x --corpus c4:768-799`"),
+    ],
+)
+def test_prepare_says_which_command_reads_it(options, said, tmp_path):
+    args = parse(prepare_command, "prepare", "--scale", "mi355x", *options)
+    assert prepare_command._reader(args, get_scale("mi355x"), 128256, tmp_path) == said
+    args = parse(prepare_command, "prepare", "--scale", "cpu", "--tokenizer", "t.json")
+    assert "no scale trains with this tokenizer" in prepare_command._reader(args, get_scale("cpu"), 2048, tmp_path)
 
 
 def test_prepare_command_refuses_c4_options_for_others():
@@ -166,7 +187,11 @@ def node(monkeypatch, tmp_path):
     monkeypatch.setattr("mxfp4.numerics.path._gpu_fp8_path", lambda index: "native")
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2 * 10**12}))
     monkeypatch.setattr("mxfp4.experiments.room.ram", lambda: 2e12)
+    monkeypatch.setattr(doctor, "DRIVER_FILE", tmp_path / "driver")
+    (tmp_path / "driver").write_text("6.14.14\n")
     (tmp_path / "c4" / "en").mkdir(parents=True)
+    for file in C4()._files():
+        (tmp_path / "c4" / file).touch()
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setenv("MXFP4_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("MXFP4_C4", str(tmp_path / "c4"))
@@ -175,18 +200,95 @@ def node(monkeypatch, tmp_path):
 
 
 def test_the_papers_node(node, monkeypatch):
+    """Nothing is missing where C4 and the tokenizer are at hand; nothing is said of what the scale does not read."""
+    monkeypatch.setattr(doctor, "_fit", FIT)
+    monkeypatch.setattr("mxfp4.training.corpus_wheels.files", lambda wheel: pytest.fail("looked for wheels"))
+    monkeypatch.setattr("mxfp4.training.hub.unreachable", lambda *a: pytest.fail("asked"))
     checks = {c.name: c for c in doctor.diagnose("mi355x")}
+    assert [c for c in checks.values() if c.status == "missing"] == [] and "corpus prose" not in checks
     assert "8 x AMD Instinct MI355X, gfx950" in checks["device"].value and "ROCm 7.2" in checks["device"].value
     assert checks["path"].value.startswith("native") and checks["llama tokenizer"].status == "ok"
-    assert checks["network"].value.startswith("not tried") and "lacks" in checks["corpus c4"].value
+    c4 = checks["corpus c4"]
+    assert c4.status == "note" and "not packed; from a local mirror" in c4.value and "CORPUS=c4:768-799" in c4.advice
+    assert checks["network"].value.startswith("not tried")
     assert "of 288 GB, 8 x AMD Instinct MI355X" in checks["memory of a GPU"].value
-    assert [c.name for c in checks.values() if c.status == "missing" and not c.name.startswith("corpus")] == []
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10**11}))
     full = status("disk for the runs", "mi355x")
     assert full.status == "missing" and "464" in full.value and "MXFP4_RUNS" in full.advice
 
 
-def test_a_node_with_too_little_memory(node):
+def test_a_corpus_of_some_shards(node, tmp_path):
+    for file in C4(shards=(800, 1023))._files()[3:]:
+        (tmp_path / "c4" / file).unlink()
+    whole = status("corpus c4", "mi355x")
+    assert whole.status == "missing" and "lacks 224 files" in whole.value and "c4-train.00800-of-01024" in whole.value
+    assert "`make reproduce SCALE=mi355x CORPUS=c4:768-799`" in whole.advice
+    checks = {c.name: c for c in doctor.diagnose("mi355x", "c4:768-799")}
+    some = checks["corpus c4:768-799"]
+    assert some.status == "note" and some.advice.startswith("`mxfp4 prepare --scale mi355x --corpus c4:768-799` packs it")
+    assert [c for c in checks.values() if c.status == "missing"] == []
+    (tmp_path / "c4" / C4()._files()[1]).unlink()
+    none = {c.name: c for c in doctor.diagnose("mi355x", "c4:768-799")}["corpus c4:768-799"]
+    assert none.status == "missing" and "validation.00001" in none.value and "CORPUS=" not in none.advice
+
+
+def test_the_network_is_tried_for_what_must_come_from_it(node, monkeypatch):
+    asked = []
+    monkeypatch.delenv("MXFP4_C4")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr("mxfp4.training.hub.unreachable", lambda url, timeout: asked.append(url) or "")
+    reached = status("network", "mi355x")
+    assert reached.status == "ok" and reached.value.endswith("answers; C4 will come from it") and len(asked) == 1
+    monkeypatch.setattr("mxfp4.training.hub.unreachable", lambda *a: "HTTP 429 Too Many Requests")
+    busy = status("network", "mi355x")
+    assert busy.status == "missing" and "wait a few minutes" in busy.advice
+    monkeypatch.setattr("mxfp4.training.packing_state.state_of", lambda *a: Packing("c4", 128256, True, "packed, 5 training tokens", 0.0))
+    monkeypatch.delenv("MXFP4_LLAMA_TOKENIZER")
+    checks = {c.name: c for c in doctor.diagnose("mi355x")}
+    assert checks["network"].value == "not tried: the corpus is packed" and "llama tokenizer" not in checks
+
+
+@pytest.mark.parametrize(("login", "wanted"), [(None, "missing"), ("a token", "note")])
+def test_a_tokenizer_that_a_login_can_fetch(node, monkeypatch, login, wanted):
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.delenv("MXFP4_LLAMA_TOKENIZER")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *a, **k: None)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: login)
+    monkeypatch.setattr("mxfp4.training.hub.unreachable", lambda *a: "")
+    assert status("llama tokenizer", "mi355x").status == wanted
+    assert "Llama's tokenizer will come from it" in status("network", "mi355x").value
+
+
+def test_versions_of_rocm_and_driver_are_checked(node, monkeypatch, tmp_path):
+    import torch
+
+    assert status("ROCm", "mi355x").status == status("driver", "mi355x").status == "ok"
+    (tmp_path / "driver").write_text("6.12.12\n")
+    old = status("driver", "mi355x")
+    assert old.status == "missing" and "6.12.12" in old.value and "7.0" in old.advice
+    (tmp_path / "driver").unlink()
+    assert status("driver", "mi355x").value.startswith("the amdgpu of kernel")
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482-0f2d60242")
+    old = status("ROCm", "mi355x")
+    assert old.status == "missing" and "6.4.43482" in old.value and "TORCH_INDEX=" in old.advice
+    assert status("ROCm", "gpu").status == "note"
+
+
+def test_the_machines_memory_is_the_scales(node, monkeypatch):
+    """A process for each GPU, and a copy of 12 bytes a parameter on the way to disk."""
+    parameters = get_scale("mi355x").model.n_params()
+    need, said = doctor.host_memory(get_scale("mi355x"))
+    assert need == 8 * 3e9 + 12 * parameters and "8 processes" in said
+    need, said = doctor.host_memory(get_scale("gpu"))
+    assert need == 8 * 3 * 3e9 and "24 processes" in said
+    monkeypatch.setattr("mxfp4.experiments.room.ram", lambda: 64e9)
+    small = status("memory", "mi355x")
+    assert small.status == "missing" and small.value == "64 GB" and "needs 120 GB" in small.advice
+    assert status("memory", "cpu").status == "ok"
+
+
+def test_a_node_with_too_little_memory(node, monkeypatch):
+    monkeypatch.setattr(doctor, "_fit", FIT)
     node.total_memory = 64 * 10**9
     small = status("memory of a GPU", "mi355x")
     assert small.status == "missing" and "which has 64.0 GB" in small.value and "--recompute-every" in small.advice
@@ -214,7 +316,6 @@ def test_tokenizer_and_mirror_that_are_not_there(node, monkeypatch, tmp_path):
     monkeypatch.setenv("MXFP4_C4", str(tmp_path / "nothing"))
     token, c4 = status("llama tokenizer", "mi355x"), status("corpus c4", "mi355x")
     assert token.status == c4.status == "missing" and "licence" in token.advice and "no folder" in c4.value
-    assert status("corpus c4", "cpu").status == "note"
 
 
 def test_a_folder_without_rights_is_missing(monkeypatch):

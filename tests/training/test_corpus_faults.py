@@ -336,3 +336,39 @@ def test_the_state_of_a_packing(mirror, monkeypatch, whole):
     assert after.done and after.bytes_left == 0 and f"{made.n_tokens('train'):,}" in after.text
     made.path("train").unlink()
     assert "damaged" in state_of(name, VOCAB).text
+
+
+def test_a_tokenizer_that_is_named_packs_where_training_looks(mirror, whole, monkeypatch, tmp_path):
+    """With Llama's number of ids; another tokenizer than a packing's own is refused, and begins a stopped one anew."""
+    from mxfp4.training.packing import folder_for
+    from mxfp4.training.tokenizer import train
+
+    monkeypatch.setattr(packing, "LLAMA_VOCAB", VOCAB)
+    monkeypatch.setattr("mxfp4.training.tokenizer.LLAMA_VOCAB", 262)  # ids of these two
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    for file, text in ((one, "train text and more"), (two, "some other words")):
+        file.write_bytes(train([text] * 9, 262).to_bytes())
+    broken = mirror / "en" / train_file(6)
+    good = broken.read_bytes()
+    broken.write_bytes(good[:20])
+    with pytest.raises(UserError, match="could not be read"):
+        pack(mirror, tokenizer=str(two))
+    broken.write_bytes(good)
+    made = pack(mirror, tokenizer=str(one))
+    assert made.tokenizer.to_bytes() == one.read_bytes() and made.folder == folder_for(C4(shards=SHARDS), VOCAB)
+    assert not pack(mirror).built and not pack(mirror, tokenizer=str(one)).built
+    with pytest.raises(UserError, match="packed with another tokenizer than the one named: --rebuild"):
+        pack(mirror, tokenizer=str(two))
+    with pytest.raises(UserError, match="does not exist"):
+        pack(mirror, tokenizer=str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match="not Llama 3.1's tokenizer"):
+        pack(mirror, tokenizer=whole[1])
+
+
+def test_longest_run_of_a_mirror(mirror, tmp_path):
+    assert C4(root=mirror, shards=(0, 9)).longest_run() == SHARDS
+    (mirror / "en" / train_file(5)).unlink()
+    shard(mirror, train_file(1022), ["a"])
+    shard(mirror, train_file(1023), ["a"])
+    assert C4(root=mirror).longest_run() == (1022, 1023)
+    assert C4(root=tmp_path / "none").longest_run() is None

@@ -12,6 +12,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register the sub-command."""
     parser = subparsers.add_parser("doctor", help="what works here and what does not", description=__doc__)
     parser.add_argument("--scale", help="cpu, gpu or mi355x: what the machine is to run (default: what fits it)")
+    parser.add_argument("--corpus", help="this corpus instead of the scale's, such as c4:768-799 for some shards of C4")
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
     parser.set_defaults(handler=run)
 
@@ -22,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     from mxfp4.experiments.doctor import as_json, diagnose, healthy
 
     scale = args.scale or fitting_scale()
-    checks = diagnose(scale)
+    checks = diagnose(scale, args.corpus)
     if args.json:
         print(json.dumps(as_json(checks), indent=1))
     else:
@@ -32,5 +33,6 @@ def run(args: argparse.Namespace) -> int:
             if check.advice:
                 print(f"{'':7}  {'':<{width}}  -> {check.advice}")
         missing = [c.name for c in checks if c.status == "missing"]
-        print(f"\nscale {scale}: {'cannot run, missing ' + ', '.join(missing) if missing else 'ready'}")
+        on = f" on {args.corpus}" if args.corpus else ""
+        print(f"\nscale {scale}{on}: {'cannot run, missing ' + ', '.join(missing) if missing else 'ready'}")
     return 0 if healthy(checks) else 1

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 
 from mxfp4.errors import UserError
-from mxfp4.experiments.scales import get_scale
+from mxfp4.experiments.scales import Scale, get_scale
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -19,7 +20,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--shards", type=shard_range, metavar="FIRST-LAST", help="c4: training shards, e.g. 768-1023"
     )
     parser.add_argument("--root", help="c4: folder of a local mirror (default: MXFP4_C4, else the hub)")
-    parser.add_argument("--tokenizer", metavar="FILE", help="use this tokenizer.json instead of training one")
+    parser.add_argument(
+        "--tokenizer", metavar="FILE",
+        help="use this tokenizer.json: of Llama 3.1, as MXFP4_LLAMA_TOKENIZER does; else instead of training one",
+    )  # fmt: skip
     parser.add_argument("--verify", action="store_true", help="read every byte and check its hash")
     parser.add_argument("--rebuild", action="store_true", help="pack again even if it is there")
     parser.set_defaults(handler=run)
@@ -63,10 +67,23 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"  {packed.meta['removed_duplicates']} training documents left out: they equal a validation document"
     )
+    print(f"  {_reader(args, scale, vocab_size, packed.folder)}")
     if args.verify:
         packed.verify()
         print("  verified: every part has the hash it was packed with")
     return 0
+
+
+def _reader(args: argparse.Namespace, scale: Scale, vocab_size: int, folder: Path) -> str:
+    """Which command trains on it."""
+    from mxfp4.training.tokenizer import LLAMA_VOCAB
+
+    if vocab_size != scale.model.vocab_size or (args.tokenizer and vocab_size != LLAMA_VOCAB):
+        why = "this tokenizer" if vocab_size == scale.model.vocab_size else f"{vocab_size} ids"
+        call = f"train(config, corpus=PackedCorpus({str(folder)!r}))"
+        return f"no scale trains with {why}: from Python, mxfp4.training.loop.{call}"
+    corpus = args.corpus or (f"c4:{args.shards[0]}-{args.shards[1]}" if args.shards else scale.corpus)
+    return f"read by `mxfp4 train --scale {scale.name}{'' if corpus == scale.corpus else ' --corpus ' + corpus}`"
 
 
 def _held(parts: list[dict]) -> list[tuple[int, int]]:
