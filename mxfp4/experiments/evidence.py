@@ -191,7 +191,7 @@ def gather(
     """The records of the plan `name` at `scale`, trained first where they are missing and scale is cpu or `train` is set.
 
     At cpu only what `all` holds is trained unasked; a plan beyond it is trained when overrides are given. Interrupted
-    (Ctrl-C, SIGTERM), training leaves its checkpoints, and the page is made of what there is.
+    (Ctrl-C), training leaves its checkpoints; asked again it goes on, and without `train` the page is made of what there is.
     overrides: `seeds`, or fields of TrainConfig; an empty or zero one is left to the scale. Of a plan with several
     settings the study is that of the first, what is missing is counted over all of them.
     """
