@@ -158,12 +158,16 @@ def _reason(rule: Rule, item: Any, scale: str | None) -> str | None:
 
 
 def _check_runs(values: Mapping[str, Any]) -> None:
-    """A page trains at scale cpu alone: elsewhere it shows the runs that are there."""
-    scale, steps = values.get("scale"), values.get("steps")
-    if scale in (None, "cpu") or not steps:
+    """A page trains at scale cpu, or with train=true: else it shows the runs that are there."""
+    scale, steps, seeds = (values.get(name) for name in ("scale", "steps", "seeds"))
+    if scale in (None, "cpu") or values.get("train") or not (steps or seeds):
         return
-    there = sorted({record.config.steps for record in Store().load(scale)})
-    if steps not in there:
-        have = f"its records have {', '.join(map(str, there))}" if there else "it has no records"
-        none = f"no run at scale {scale} has so many ({have})"
-        raise UserError(f"parameter steps={steps}: {none}; pages train at cpu alone")
+    records = Store().load(scale)
+    for name, asked, there in (
+        ("steps", [steps] if steps else [], {r.config.steps for r in records}),
+        ("seeds", seeds or [], {r.config.seed for r in records}),
+    ):
+        for value in (v for v in asked if v not in there):
+            have = f"its records have {', '.join(map(str, sorted(there)))}" if there else "it has no records"
+            none = f"no run at scale {scale} has {'so many' if name == 'steps' else 'this one'} ({have})"
+            raise UserError(f"parameter {name}={value}: {none}; train=true runs what is missing")

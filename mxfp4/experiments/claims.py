@@ -30,7 +30,7 @@ VERDICTS = {
 }
 PAPERS = ("P1", "P2", "both", "others")
 RULES = ("above", "below", "at_least", "at_most", "between", "within_factor")
-NEEDS = ("parameters", "tokens", "seeds", "path", "source", "model")
+NEEDS = ("parameters", "tokens", "seeds", "not_seeds", "path", "source", "model")
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,9 @@ class Claim:
     holds: dict
     """One rule: {above: 0}."""
     needs: dict
-    """Least parameters (non-embedding), tokens an arm, seeds; path; source (text or synthetic: text if unsaid) and
-    model (dense or experts: dense if unsaid) of the studies that may decide."""
+    """Least parameters (non-embedding), tokens an arm, seeds; not_seeds, which suggested the claim and so do not count;
+    path; source (text or synthetic: text if unsaid) and model (dense or experts: dense if unsaid) of the studies that
+    may decide."""
     scale_note: str
     """What scale could still change."""
     chapter: str
@@ -232,12 +233,15 @@ def judge(claim: Claim, candidates: Sequence[Study]) -> Verdict:
     Of the studies with records of every arm, one that meets the claim's needs is preferred, then one with an effect
     that lacks the fewest of them, then the larger one (`candidates` is in that order, as `studies` gives it).
     """
-    candidates = [s for s in candidates if _is_about(claim, s)]
+    candidates = [s.without(claim.needs.get("not_seeds", ())) for s in candidates if _is_about(claim, s)]
+    candidates = [s for s in candidates if s.records]
     whole = [s for s in candidates if set(claim.arms) <= s.arms.keys()]
     if not whole:
         have = max(candidates, key=lambda s: len(set(claim.arms) & s.arms.keys()), default=None)
         missing = [a for a in claim.arms if have is None or a not in have.arms]
-        return Verdict(claim, "no records", f"not run: {', '.join(missing)}", None, have)
+        aside = claim.needs.get("not_seeds", ())
+        of = f" in a seed other than {', '.join(map(str, aside))}, which suggested the claim" if aside else ""
+        return Verdict(claim, "no records", f"not run{of}: {', '.join(missing)}", None, have)
     judged = [_judge(claim, study) for study in whole]
     order = ("holds", "does not hold", "undecided", "not tested at this scale", "no records")
     decisive = [v for v in judged if v.verdict in order[:3]]

@@ -190,31 +190,42 @@ def loss_gaps_by_seed(study: Study, reference: str = "bf16") -> pd.DataFrame:
     return pd.DataFrame({arm: pd.Series(values, dtype=float) for arm, values in gaps.items() if values}).sort_index()
 
 
-def loss_gaps(study: Study, reference: str = "bf16") -> pd.Series:
-    """{arm: mean over its seeds of `loss_gaps_by_seed`}."""
-    return loss_gaps_by_seed(study, reference).mean()
+def loss_gaps(study: Study, reference: str = "bf16", arms: Iterable[str] | None = None) -> pd.Series:
+    """{arm: mean of `loss_gaps_by_seed`}, over its own seeds; `arms`: these alone, over the seeds that all of them have,
+    as the reference's own luck in a seed would rank arms of different seeds. Empty where they share none."""
+    gaps = loss_gaps_by_seed(study, reference)
+    return gaps.mean() if arms is None else gaps[[a for a in arms if a in gaps]].dropna().mean().dropna()
 
 
 def against_loss(
     study: Study, metric: str, *, gemm: str = "", tensor: str, layers: str = "*", reference: str = "bf16"
 ) -> pd.DataFrame:
-    """One row for each arm with FP4: its own value of a probe metric (mean, low, high over layers) and its loss gap.
+    """One row for each arm with FP4: its own value of a probe metric (mean, low, high over layers) and its loss gap, over
+    the `seeds` (their number) that all of these arms have.
 
     Sorted by the metric; arms without either are left out.
     """
     rows = select(study.probes, metric, what={(gemm, tensor): metric}, layers=layers)
     fp4 = {arm: any(op.format in FP4 for op in recipe(arm).operands().values()) for arm in rows["arm"].unique()}
     table = summary(rows[rows["arm"].map(fp4)], ["arm"])
-    return table.assign(gap=table["arm"].map(loss_gaps(study, reference))).dropna(subset=["mean", "gap"]).sort_values("mean")
+    by_seed = loss_gaps_by_seed(study, reference)
+    table = table[table["arm"].isin(list(by_seed))].dropna(subset="mean")
+    gaps = loss_gaps(study, reference, table["arm"])
+    seeds = len(by_seed[list(table["arm"])].dropna())
+    return table.assign(gap=table["arm"].map(gaps), seeds=seeds).dropna(subset="gap").sort_values("mean")
 
 
-def whole_gradients(study: Study, arms: Iterable[str], reference: str = "bf16") -> pd.DataFrame:
-    """arm, error, systematic, bias of the gradient of all weights against BF16's (shares of its norm, means over the
-    steps looked at), gap (final loss over the reference's, nats); arms in the order given, those probed."""
-    metrics = ["error", "systematic", "bias"]
-    rows = ordered(select(study.probes, metrics, what=WHOLE, layers="all"), "arm", arms)
-    table = rows.pivot_table(index="arm", columns="metric", values="value", sort=False).reindex(columns=metrics)
-    return table.assign(gap=loss_gaps(study, reference).reindex(table.index)).reset_index()
+def whole_gradients(study: Study, arms: Iterable[str], reference: str = "bf16") -> tuple[pd.DataFrame, int]:
+    """The gradient of all weights against BF16's at each step looked at, and the number of seeds of `gap`: arm,
+    "error, step 200" and "length, step 200" (shares of its norm), ..., gap (final loss over the reference's, nats, over
+    the seeds that all these arms have); arms in the order given, those probed."""
+    names = {"error": "error", "bias": "length"}
+    rows = ordered(select(study.probes, list(names), what=WHOLE, layers="all"), "arm", arms)
+    what = [f"{names[metric]}, step {step}" for metric, step in zip(rows["metric"], rows["step"], strict=True)]
+    table = rows.assign(column=what).pivot_table(index="arm", columns="column", values="value", sort=False)
+    gaps = loss_gaps(study, reference, table.index)
+    seeds = len(loss_gaps_by_seed(study, reference)[list(table.index)].dropna())
+    return table.assign(gap=gaps.reindex(table.index)).reset_index(), seeds
 
 
 def tile(frame: pd.DataFrame, arm: str, step: int | None = None) -> pd.DataFrame:

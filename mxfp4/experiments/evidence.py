@@ -206,10 +206,11 @@ PROBED = "gpu"
 
 
 def gather_probed(name: str, scale: str, **given) -> Evidence:
-    """As `gather`, at the scale PROBED where runs of `scale` are not probed; the page says so."""
+    """As `gather`, at the scale PROBED where runs of `scale` are not probed; the page says so. What is `given` speaks of
+    the scale that was asked for, and so not of that one."""
     if get_scale(scale).probe_steps:
         return gather(name, scale, **given)
-    return replace(gather(name, PROBED, **given), instead_of=scale)
+    return replace(gather(name, PROBED), instead_of=scale)
 
 
 def partial_of(parts: Sequence[Evidence]) -> Partial:

@@ -126,11 +126,11 @@ def rule_by_rounding(
 
 
 def _cut(frame: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Finite differences of `frame` in two parts: those to draw as points, and those far beyond the rest, at the edge
-    with a `label`. Intervals of both end at the edge."""
+    """Finite differences of `frame` in two parts: those to draw as points with their whole intervals, and those far
+    beyond the rest, at the edge with a `label`."""
     finite = frame[frame["difference"].abs() < float("inf")]
-    end = cut([*finite["difference"], *finite["low"], *finite["high"]])
-    far = finite["difference"].abs() > end
+    far = finite["difference"].abs() > cut(finite["difference"])
+    end = finite[~far][["difference", "low", "high"]].abs().max(axis=None)
     labels = [f"{d:.2f} \u25b6" if d > 0 else f"\u25c0 {d:.2f}" for d in finite["difference"]]
     spans = ["difference", "low", "high"]
     finite = finite.assign(label=labels, **{name: finite[name].clip(-end, end) for name in spans})

@@ -168,8 +168,10 @@ def correlation(table: pd.DataFrame, name: str) -> str:
         return f"There are too few arms ({len(finite)}) to rank.{left}"
     ranks = [finite[column].rank().to_numpy() for column in ("mean", "gap")]
     rank = np.corrcoef(ranks)[0, 1]
+    seeds = int(finite["seeds"].iloc[0]) if "seeds" in finite else 0
+    over = f" (over {seeds} seed{'s' if seeds != 1 else ''} that all of them have)" if seeds else ""
     return (
-        f"Over {len(finite)} arms the rank correlation of {name} with the final loss is {rank:+.2f}; of arms in random order "
+        f"Over {len(finite)} arms the rank correlation of {name} with the final loss{over} is {rank:+.2f}; of arms in random order "
         f"one in twenty lies beyond ±{_by_chance(*ranks):.2f}.{left}"
     )
 

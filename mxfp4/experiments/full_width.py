@@ -1,5 +1,5 @@
-"""The demonstration at the paper's width, from what `tests/gpu/width.py --json` wrote into runs/bench: a few layers of
-Llama 3.1-8B, trained, killed, and taken up by another number of GPUs."""
+"""The demonstration at the paper's width, from a file that `tests/gpu/width.py --json` writes into runs/bench: a few layers
+of Llama 3.1-8B, trained, killed, and taken up by another number of GPUs."""
 
 from __future__ import annotations
 
@@ -32,12 +32,17 @@ def sentence(name: str) -> str:
     if table.empty:
         return f"Not run here: `python tests/gpu/width.py --json runs/bench/{name}.json` does it on one GPU or two."
     first, machine = data["rows"][0], data["machine"]
-    waits = [r["checkpoint"]["a step waited"] for r in data["rows"] if r["checkpoint"]]
-    wholes = [r["checkpoint"]["written after"] for r in data["rows"] if r["checkpoint"]]
+    saved = [r["checkpoint"] for r in data["rows"] if r["checkpoint"]]
     worst = max(table["off"].abs().max(), 0.001)  # finer than that is chance
-    return (
+    said = (
         f"{first['layers']} layers, sequences of {first['seq_len']:,} tokens, {first['tokens_per_step']:,} tokens a step, on "
         f"{machine['device']} (FP8 {machine['fp8_path']}, FP4 {machine['path']}; PyTorch {machine['torch']}). The peaks lie "
-        f"within {100 * worst:.1f} % of the dry run's estimates. For a checkpoint a step waited {min(waits):.1f} to "
-        f"{max(waits):.1f} s; it was whole {min(wholes):.1f} to {max(wholes):.1f} s after it was begun, training going on."
+        f"within {100 * worst:.1f} % of the dry run's estimates."
     )
+    if saved:
+        waits, wholes = ([c[name] for c in saved] for name in ("a step waited", "written after"))
+        said += (
+            f" For a checkpoint a step waited {min(waits):.1f} to {max(waits):.1f} s; it was whole {min(wholes):.1f} to "
+            f"{max(wholes):.1f} s after it was begun, training going on."
+        )
+    return said + (f" The figures are {data['note']}." if "note" in data else "")

@@ -10,7 +10,7 @@ import pandas as pd
 
 from mxfp4.errors import UserError
 from mxfp4.experiments import efficiency
-from mxfp4.experiments.effect import Effect, NoEffect, NoProbe, final_losses
+from mxfp4.experiments.effect import Effect, NoEffect, NoProbe, last_losses
 from mxfp4.experiments.study import Study
 
 
@@ -89,15 +89,16 @@ def predicts_loss(
 ) -> Effect:
     """Spearman's rank correlation, over `arms`, of a probe metric with the final loss over the reference.
 
-    An arm's loss is the mean over the seeds it has; the effect's seeds are those that every arm has.
+    Losses are means over the seeds that every arm has: the reference's luck in a seed would rank arms of others.
     """
-    points, seeds = [], set(study.seeds)
-    base = final_losses(study, reference)
+    losses = last_losses(study, [*arms, reference])
+    seeds = sorted(set.intersection(*(set(found) for found in losses.values())))
+    if not seeds:
+        raise NoEffect("the arms have no seed in common")
+    points = []
     for arm in arms:
         x = _by_layer(study, metric, arm, gemm, tensor, None).to_numpy()
-        shared = final_losses(study, arm)
-        seeds &= shared.keys() & base.keys()
-        y = [shared[s] - base[s] for s in shared.keys() & base.keys()]
+        y = [losses[arm][s] - losses[reference][s] for s in seeds]
         points.append((float(np.nanmean(x)), float(np.mean(y))))
     points = np.array(points)
     if len(points) < 4:
@@ -110,5 +111,5 @@ def predicts_loss(
         raise NoEffect(f"the arms do not differ in {metric} or in loss: there is no order to compare")
     low, high = np.quantile(values, [0.025, 0.975])
     return Effect(
-        float(ranks[0].corr(ranks[1])), float(low), float(high), "cosine", tuple(sorted(seeds)), f"{len(points)} arms"
+        float(ranks[0].corr(ranks[1])), float(low), float(high), "cosine", tuple(seeds), f"{len(points)} arms"
     )

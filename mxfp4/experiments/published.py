@@ -121,14 +121,8 @@ FIGURES: dict[str, Figure] = {
     "p2/experts": Figure("close to BF16 for a 30B mixture of experts as well", "P2, abstract", "P2"),
     "p2/mismatch-loss": Figure("the disagreement of forward and backward biases gradients", "P2, abstract", "P2"),
     "two-sided": Figure("a rotation of both axes keeps square blocks consistent", "ours, by algebra", "inferred"),
-    "square-flush": Figure(
-        "one scale for 32 tokens flushes the gradients of the small ones", "ours, after seed 0 of scale gpu", "inferred"
-    ),
     "reconciliation/shape": Figure(
         "square blocks need stochastic rounding, row blocks do not", "ours, after seed 0 of scale gpu", "inferred"
-    ),
-    "gradient-error": Figure(
-        "the error of the whole gradient orders the arms", "ours, after seed 0 of scale gpu", "inferred"
     ),
     "tail15": Figure("-0.006 nats", "Lumen repository notes, 8B", "code", -0.006, -0.006),
     "quartet": Figure("QuEST forward, stochastic backward", "Quartet, arXiv 2505.14669", "code"),

@@ -17,7 +17,7 @@ from mxfp4.experiments import metrics
 from mxfp4.experiments.charts import PALETTE
 from mxfp4.experiments.claims import effect_text
 from mxfp4.experiments.curves import percent_ends
-from mxfp4.experiments.effect import Effect, NoEffect, estimate, final_losses
+from mxfp4.experiments.effect import Effect, NoEffect, estimate, last_losses
 from mxfp4.experiments.findings import Finding
 from mxfp4.experiments.study import Study, count
 
@@ -102,5 +102,5 @@ def trend(studies: Sequence[Study], arms: Sequence[str], *, reference: str = "fp
 
 
 def _gaps(study: Study, arm: str, reference: str) -> dict[int, float]:
-    a, b = final_losses(study, arm), final_losses(study, reference)
+    a, b = (last_losses(study, (arm, reference))[name] for name in (arm, reference))
     return {s: a[s] - b[s] for s in a.keys() & b.keys() if math.isfinite(a[s] - b[s])}

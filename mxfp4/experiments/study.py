@@ -48,6 +48,11 @@ class Study:
     def seeds(self) -> tuple[int, ...]:
         return tuple(sorted({r.config.seed for r in self.records}))
 
+    def without(self, seeds: Iterable[int]) -> Study:
+        """The records of other seeds; there may be none."""
+        left = set(seeds)
+        return Study(tuple(r for r in self.records if r.config.seed not in left)) if left else self
+
     @property
     def parameters(self) -> int:
         """Parameters without the embedding and the LM head."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mxfp4.numerics.formats import one_of
+from mxfp4.numerics.hadamard import SIZES
 from mxfp4.numerics.kernels import rotate_matrix
 
 _library = torch.library.Library("mxfp4", "FRAGMENT")
@@ -40,7 +42,10 @@ def rotated(
     """`t` [R, C] of any float dtype and strides -> t H [R, C] in `dtype`, contiguous; with `both` H t H, its own inverse.
 
     H is in blocks of `size` (16, 32, 64 or 128), computed in FP32 and rounded to `dtype` once. `signs`, FP32 [size], come
-    before H along the last axis, with `inverse` after it. Not differentiable. Raises ValueError where a rotated axis is
-    no multiple of `size`.
+    before H along the last axis, with `inverse` after it. Not differentiable: RuntimeError where a gradient would be
+    recorded. Raises ValueError for another size, or where a rotated axis is no multiple of it.
     """
+    if torch.is_grad_enabled() and t.requires_grad:
+        raise RuntimeError("rotated records no gradient: hadamard_transform does, and torch.no_grad() says that none is wanted")
+    one_of("Hadamard size", size, SIZES)
     return torch.ops.mxfp4.rotate(t, size, signs, inverse, both, dtype)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mxfp4.numerics.formats import BLOCK, E2M1
 from mxfp4.numerics.kernels import HAS_TRITON
@@ -67,6 +68,7 @@ class _Projection(torch.autograd.Function):
         return values
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
         (kept,) = ctx.saved_tensors
         masked = torch.where(kept, grad, torch.zeros((), dtype=grad.dtype, device=grad.device))

@@ -88,9 +88,18 @@ def test_steps_that_no_run_has_are_refused_where_nothing_is_trained():
     with pytest.raises(UserError, match=r"steps=5: no run at scale gpu has so many \(it has no records\)"):
         run_notebook("ablation", {"scale": "gpu", "steps": 5})
     put(Store(), SCALES["gpu"].config("bf16", 0, steps=64, eval_every=64, warmup=1, probe_steps=[]))
-    with pytest.raises(UserError, match=r"its records have 64\); pages train at cpu alone"):
+    with pytest.raises(UserError, match=r"its records have 64\); train=true runs"):
         run_notebook("ablation", {"scale": "gpu", "steps": 5})
     for given in ({"scale": "gpu", "steps": 64}, {"scale": "cpu", "steps": 5}):
+        with pytest.raises(AssertionError, match="a kernel was to be started"):
+            run_notebook("ablation", given)
+
+
+def test_seeds_that_no_run_has_are_refused_where_nothing_is_trained():
+    put(Store(), SCALES["gpu"].config("bf16", 1, probe_steps=[]))
+    with pytest.raises(UserError, match=r"seeds=9: no run at scale gpu has this one \(its records have 1\)"):
+        run_notebook("ablation", {"scale": "gpu", "seeds": [1, 9]})
+    for given in ({"scale": "gpu", "seeds": [1]}, {"scale": "gpu", "seeds": [9], "train": True}):
         with pytest.raises(AssertionError, match="a kernel was to be started"):
             run_notebook("ablation", given)
 

@@ -146,6 +146,16 @@ def test_of_studies_that_all_fall_short_the_one_that_lacks_least_is_shown(store)
     assert v.reason.startswith("needs 1 B parameters") and "seeds" not in v.reason
 
 
+def test_seeds_that_suggested_a_claim_do_not_test_it(store):
+    arms = {"mxfp4+rceil+sr-grad": 1.1, "mxfp4+rceil": 1.1, "ti2d": 1.1, "ti2d-no-sr": 1.5}
+    fill(store, arms, seeds=(0,))
+    v = verdict("sr-by-shape", store)
+    assert v.verdict == "no records" and "in a seed other than 0, which suggested the claim" in v.reason
+    fill(store, arms, seeds=(1, 2))
+    v = verdict("sr-by-shape", store)
+    assert v.verdict == "holds" and v.effect.seeds == (1, 2)
+
+
 def test_arms_of_different_studies_are_not_compared(store):
     fill(store, REAL)
     fill(store, {"mxfp4": 1.25}, corpus="other")

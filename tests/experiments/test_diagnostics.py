@@ -210,13 +210,25 @@ def test_bias_by_rule_takes_each_arms_own_tensors():
     assert table.to_dict("list") == {"rule": ["even"] * 2, "rounding": ["nearest", "sr"], "value": [-0.01, -0.02]}
 
 
-def test_whole_gradients_are_of_all_weights_with_the_loss_beside():
+def test_whole_gradients_are_of_all_weights_step_by_step_with_the_loss_of_shared_seeds_beside():
     rows = frame(
-        *(("mxfp4", "mxfp4", layer, "", "dw", m, v) for layer, at in (("all", 0.0), ("layers.0.wq", 9.0))
-          for m, v in (("error", 0.3 + at), ("systematic", 0.2 + at), ("bias", -0.1 + at))),
+        *((arm, arm, layer, "", "dw", m, v) for arm in ("mxfp4", "ti2d") for layer, at in (("all", 0.0), ("layers.0.wq", 9.0))
+          for m, v in (("error", 0.3 + at), ("bias", -0.1 + at))),
     )  # fmt: skip
-    (row,) = diagnostics.whole_gradients(study({"bf16": [3.0], "mxfp4": [3.5]}, rows), ["ti2d", "mxfp4"]).to_dict("records")
-    assert row == pytest.approx({"arm": "mxfp4", "error": 0.3, "systematic": 0.2, "bias": -0.1, "gap": 0.5})
+    rows.loc[(rows["step"] == 6) & (rows["layer"] == "all") & (rows["metric"] == "error"), "value"] = 0.5
+    made = study({"bf16": [3.0, 2.0], "mxfp4": [3.5, 3.5], "ti2d": [3.25]}, rows)
+    table, seeds = diagnostics.whole_gradients(made, ["ti2d", "mxfp4"])
+    assert seeds == 1 and list(table["arm"]) == ["ti2d", "mxfp4"]
+    expected = {"error, step 5": 0.3, "error, step 6": 0.5, "length, step 5": -0.1, "length, step 6": -0.1, "gap": 0.5}
+    assert table.set_index("arm").loc["mxfp4"].to_dict() == pytest.approx(expected)
+
+
+def test_arms_of_different_seeds_are_ranked_over_those_they_share():
+    rows = frame(*((arm, arm, "layers.0.wq", "wgrad", "dw", "error", v) for arm, v in (("mxfp4", 0.1), ("mxfp4+sr", 0.2), ("mxfp4+h16", 0.3))))
+    made = study({"bf16": [3.0, 1.0], "mxfp4": [3.3, 3.3], "mxfp4+sr": [3.2], "mxfp4+h16": [3.1, 3.1]}, rows)
+    table = diagnostics.against_loss(made, "error", gemm="wgrad", tensor="dw").set_index("arm")
+    assert table["gap"].to_dict() == pytest.approx({"mxfp4": 0.3, "mxfp4+sr": 0.2, "mxfp4+h16": 0.1})
+    assert set(table["seeds"]) == {1} and diagnostics.loss_gaps(made)["mxfp4"] == pytest.approx(1.3)
 
 
 def test_a_gap_far_beyond_the_others_is_cut_and_written_out():

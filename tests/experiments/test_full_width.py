@@ -43,6 +43,13 @@ def test_the_sentence_has_the_worst_estimate_and_the_checkpoints(made):
     assert "within 10.0 %" in text and "waited 3.5 to 3.5 s; it was whole 8.0 to 8.0 s" in text
 
 
+def test_rows_without_a_checkpoint_and_a_note_on_the_figures(made, tmp_path):
+    path = tmp_path / "bench" / "width-x.json"
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(data | {"rows": data["rows"][1:], "note": "read off"}))
+    assert full_width.sentence("width-x").endswith("of the dry run's estimates. The figures are read off.")
+
+
 def test_without_the_file_it_says_how_to_make_it(made):
     assert full_width.frame("width-y").empty
     assert full_width.sentence("width-y").endswith("--json runs/bench/width-y.json` does it on one GPU or two.")

@@ -121,6 +121,10 @@ def test_both_axes_undo_themselves_and_the_operator_refuses_other_sizes():
         rotated(x[:16], 32, both=True)
     with pytest.raises(ValueError, match=r"got \(96,\)"):
         rotated(x[0], 32)
+    with pytest.raises(ValueError, match="Hadamard size"):
+        rotated(torch.zeros(64, 96), 12)
+    with pytest.raises(RuntimeError, match="rotated records no gradient"):
+        rotated(torch.zeros(64, 96, requires_grad=True), 16)
 
 
 def test_the_operator_is_what_a_compiler_is_told_of_any_strides():
