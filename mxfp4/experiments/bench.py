@@ -8,6 +8,8 @@ it; it is never the speed of FP4 arithmetic.
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import statistics
 import time
 from collections.abc import Callable
@@ -16,13 +18,39 @@ from pathlib import Path
 import torch
 
 from mxfp4.experiments.machine import git_state, machine
+from mxfp4.training.paths import bench_dir, runs_dir
+
+MAKERS = ("AMD", "NVIDIA", "Instinct")
 
 
 def write(path: Path, kind: str, device: str, rows: list[dict]) -> None:
     """{kind, machine, git, rows} as JSON at `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = {"kind": kind, "machine": machine(device), "git": git_state(), "rows": rows}
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps(data, indent=1) + "\n")
+    new.replace(path)
+
+
+def short_name(device: str) -> str:
+    """A device's name for a file: of "AMD Instinct MI355X" mi355x, of "NVIDIA H200" h200; where no word is a model, all
+    of them but the maker, as in geforce-rtx-4090. Records have the name in `machine["device"]`."""
+    words = re.findall(r"[A-Za-z0-9]+", device)
+    model = next((word for word in words if re.fullmatch(r"[A-Za-z]+\d+[A-Za-z0-9]*", word)), None)
+    return (model or "-".join(word for word in words if word not in MAKERS) or "unknown").lower()
+
+
+def bench_name(kind: str, device: str) -> str:
+    """The name under which a benchmark on `device` is kept in runs/bench, such as step-mi355x."""
+    return f"{kind}-{short_name(device)}"
+
+
+def kept_at(kind: str, device: str) -> Path:
+    """The file of `bench_name`. A new folder of benchmarks begins with those of the project: pages read one folder."""
+    own, project = runs_dir() / "bench", bench_dir()
+    if not own.is_dir() and project.is_dir():
+        shutil.copytree(project, own)
+    return own / f"{bench_name(kind, device)}.json"
 
 
 def attempt(name: str, who: str, measure: Callable[[], dict]) -> dict:

@@ -106,3 +106,55 @@ def test_cpu_time_is_a_median_and_stops_at_its_limit():
     wall, processor = bench.cpu_seconds(lambda: (calls.append(1), time.sleep(0.02)), repeat=50, limit=0.05)
     assert 0.02 <= wall < 1 and processor < wall
     assert len(calls) < 10
+
+
+@pytest.mark.parametrize(
+    ("device", "short"),
+    [
+        ("AMD Instinct MI355X", "mi355x"), ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA GeForce RTX 4090", "geforce-rtx-4090"), ("", "unknown"),
+    ],
+)  # fmt: skip
+def test_a_device_has_a_short_name(device, short):
+    assert bench.bench_name("step", device) == f"step-{short}"
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A machine that PyTorch takes for an MI355X, whose steps take a second, and runs elsewhere than in the project."""
+    monkeypatch.setenv("MXFP4_RUNS", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *a: "AMD Instinct MI355X")
+    monkeypatch.setattr(bench, "machine", lambda device: {"device": "AMD Instinct MI355X"})
+    monkeypatch.setattr(bench_step, "_measure", lambda *a: {"seconds": 1.0, "peak_bytes": 1, "loss": 1.0})
+    return tmp_path / "bench" / "step-mi355x.json"
+
+
+def test_steps_are_written_under_the_name_of_the_device(gpu, capsys):
+    from mxfp4.training.paths import bench_dir
+
+    there = {path.name for path in bench_dir().glob("*.json")}
+    assert main(["bench", "step"]) == 0
+    assert [row["name"] for row in json.loads(gpu.read_text())["rows"]] == list(bench_step.RECIPES)
+    assert f"written to {gpu}" in capsys.readouterr().out
+    assert {path.name for path in bench_dir().iterdir()} == there | {gpu.name}  # pages still find the others
+    assert not list(gpu.parent.glob("*.new"))
+
+
+def test_some_recipes_do_not_take_the_place_of_all(gpu, capsys, tmp_path):
+    assert main(["bench", "step", "--recipe", "bf16"]) == 0
+    assert not gpu.exists() and "not written: --json" in capsys.readouterr().out
+    assert main(["bench", "step", "--recipe", "bf16", "--json", str(tmp_path / "some.json")]) == 0
+    assert len(json.loads((tmp_path / "some.json").read_text())["rows"]) == 1 and not gpu.exists()
+
+
+def test_an_interrupted_benchmark_leaves_the_file_that_there_was(gpu, monkeypatch):
+    assert main(["bench", "step"]) == 0
+    before = gpu.read_bytes()
+
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_step, "_measure", stop)
+    assert main(["bench", "step"]) == 130
+    assert gpu.read_bytes() == before

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import mxfp4
 from mxfp4 import MXFP4Linear
 
+pytest.importorskip("triton", reason="triton is not installed, which TorchTitan imports (`make test` installs it)")
 pytest.importorskip("torchtitan", reason="torchtitan is not installed (pip install -e '.[titan]')")
 
 from torchtitan.components.metrics import DeviceMemStats  # noqa: E402
@@ -26,6 +27,7 @@ from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAt
 from torchtitan.models.llama3 import model_registry  # noqa: E402
 
 from mxfp4.errors import UserError  # noqa: E402
+from mxfp4.experiments.scales import get_scale  # noqa: E402
 from mxfp4.training.adapters import torchtitan as titan  # noqa: E402
 
 MODULE = ["--module", "mxfp4.training.adapters.torchtitan"]
@@ -138,6 +140,13 @@ def test_the_8b_configuration_is_p1s_and_takes_any_recipe():
     schedule = config.lr_scheduler
     assert (schedule.warmup_steps, schedule.total_steps, schedule.decay_type) == (128, 1_200_000, "cosine")
     assert config.validator.freq * 32 == 12_288
+    scale = get_scale("mi355x")
+    assert (config.training.steps, config.validator.freq, config.validator.steps * 8) == (
+        scale.steps, scale.eval_every, scale.eval_sequences
+    )  # fmt: skip
+    assert (group.optimizer_kwargs["lr"], schedule.warmup_steps, schedule.total_steps, schedule.min_lr_factor) == (
+        scale.lr, scale.warmup, scale.decay_steps, scale.lr_min / scale.lr
+    )  # fmt: skip
     converted = titan.MXFP4LinearConverter.Config(recipe=config.recipe).build().convert(model)
     assert sum(isinstance(n, titan.TitanLinear.Config) for _, n, *_ in converted.traverse(titan.Linear.Config)) == 160
 
