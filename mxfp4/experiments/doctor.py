@@ -248,8 +248,9 @@ def host_memory(scale: Scale) -> tuple[float, str]:
 
 def _fit(scale: str, corpus: str | None) -> list[Check]:
     """What a dry run of every plan says of memory and disk, for the scales that can be too large."""
-    from mxfp4.experiments.dry_run import GB, dry_run, needed
+    from mxfp4.experiments.dry_run import dry_run
     from mxfp4.experiments.plan import plan
+    from mxfp4.experiments.room import GB, needed
     from mxfp4.experiments.store import Store
 
     if scale == "cpu":

@@ -147,8 +147,8 @@ class ArmStatus:
     step: int
     """Step of its checkpoint, 0 without one."""
     seconds: float | None
-    """What the rest of it is estimated to take of a device's time; 0 when done, None where nothing like it is
-    measured."""
+    """What the rest of it is estimated to take of devices' time, that of all its ranks together; 0 when done, None where
+    nothing like it is measured."""
     basis: str = ""
     """What that rests on, one of BASES; empty when done or not measured."""
 
@@ -197,17 +197,19 @@ class Plan:
         return run_plan(self, store or Store(), jobs=jobs, **options)
 
 
-def _seconds_per_token(records: list[Record], model: ModelConfig) -> dict[str, float]:
-    """{recipe: seconds of a device that a token of this model took, evaluation included}; "" is the mean over recipes.
+def device_seconds(record: Record) -> float:
+    """What a run took of devices' time: an arm that shared its device had its part, one on several ranks had several."""
+    timings = record.timings
+    sharing = timings.get("arms_on_device", get_scale(record.config.scale).jobs)
+    return (timings["train_seconds"] + timings["evaluate_seconds"]) / sharing * timings.get("ranks", 1)
 
-    An arm that shared its device had its part of the seconds.
-    """
+
+def _seconds_per_token(records: list[Record], model: ModelConfig) -> dict[str, float]:
+    """{recipe: seconds of a device that a token of this model took, evaluation included}; "" is the mean over recipes."""
     took: dict[str, list[float]] = {}
     for record in records:
         if record.config.model == model and record.outcome["tokens"]:
-            seconds = record.timings["train_seconds"] + record.timings["evaluate_seconds"]
-            sharing = record.timings.get("arms_on_device", get_scale(record.config.scale).jobs)
-            took.setdefault(record.config.recipe, []).append(seconds / sharing / record.outcome["tokens"])
+            took.setdefault(record.config.recipe, []).append(device_seconds(record) / record.outcome["tokens"])
     means = {name: sum(values) / len(values) for name, values in took.items()}
     return {**means, "": sum(means.values()) / len(means)} if means else {}
 

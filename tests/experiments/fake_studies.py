@@ -58,7 +58,7 @@ def curve(c: TrainConfig, slowdown: float = 1.0, offset: float = 0.0, until: int
 
 def put(
     store: Store, c: TrainConfig, *, slowdown=1.0, offset=0.0, diverged_at=None, probes=(), speed=1000.0, arms_on_device=1,
-    windows=(-0.3, -0.1, 0.15, 0.25), corpus="fake", wobble=(),
+    windows=(-0.3, -0.1, 0.15, 0.25), corpus="fake", wobble=(), ranks=None,
 ) -> None:
     """windows: what each evaluation window's loss is above their mean, at the end. wobble: added to the evaluations."""
     rows = curve(c, slowdown, offset, diverged_at)
@@ -78,6 +78,7 @@ def put(
         "target": None,
     }
     timings = {"train_seconds": 1.0, "evaluate_seconds": 0.1, "tokens_per_second": speed, "arms_on_device": arms_on_device}
+    timings |= {} if ranks is None else {"ranks": ranks}
     windows = [rows[-1]["eval_loss"] + spread for spread in windows]
     store.put(c, TrainResult(rows, list(probes), windows, outcome, timings, None), "cpu", corpus=corpus)
 

@@ -12,8 +12,10 @@ from fake_studies import put
 from mxfp4.errors import UserError
 from mxfp4.experiments import dry_run as module
 from mxfp4.experiments import workers
+from mxfp4.experiments.claims import load_ledger
 from mxfp4.experiments.cli import main
-from mxfp4.experiments.dry_run import dry_run, text
+from mxfp4.experiments.dry_run import dry_run, steps_worth
+from mxfp4.experiments.dry_run_text import text
 from mxfp4.experiments.plan import plan
 from mxfp4.experiments.store import Store
 from mxfp4.training.memory import estimate
@@ -46,9 +48,10 @@ def test_papers_scale_on_any_machine(tmp_path):
     result = dry_run(large(), Store(tmp_path))
     assert (result.machine.gpus, result.machine.memory, result.problems) == (8, 288e9, ())
     costs = {c.arm.config.recipe: c for c in result.costs}
-    # by hand: ten-run minutes x 8 GPUs; budget of 11,213 steps at the logged step time
+    # by hand: ten-run minutes x 8 GPUs; budget of 11,213 steps at the logged step time, and 31 evaluations (at the
+    # beginning, every 384 steps, at the end) of 1,024 sequences, each a third of a step on 32
     assert costs["fp8"].gpu_hours_to_target == pytest.approx(99.31 / 60 * 8)
-    assert costs["mxfp4+h16"].gpu_hours_left == pytest.approx(11213 * 0.874 * 8 / 3600)
+    assert costs["mxfp4+h16"].gpu_hours_left == pytest.approx((11213 + 31 * 1024 / 32 / 3) * 0.874 * 8 / 3600)
     assert costs["mxfp4"].gpu_hours_left is None and costs["mxfp4"].source == "unknown"
     config, memory = result.memory[0]
     assert memory.peak == estimate(config, ranks=8, compiled=True, native=True).peak
@@ -82,6 +85,70 @@ def test_disk_that_is_too_small_is_refused_where_the_runs_would_be(monkeypatch, 
     assert re.match(r"disk: 0\.\d GB are still to be written and 0\.0 GB are free for .*MXFP4_RUNS", problem)
     assert dry_run(large(), Store(tmp_path)).problems == ()  # the disk meant is another machine's
     assert "not the machine meant" in text(dry_run(large(), Store(tmp_path)))
+
+
+def test_a_begun_arm_has_the_evaluations_that_are_left():
+    config = large(["fp8"]).arms[0]
+    assert steps_worth(config, 11213 - 384) == pytest.approx(384 + 2 * 1024 / 32 / 3)  # at 11,136 and the last step
+
+
+def test_other_numbers_of_gpus_take_as_many_gpu_hours_and_other_times(tmp_path):
+    eight, two = (dry_run(large(["fp8"]), Store(tmp_path), gpus=n) for n in (8, 2))
+    assert two.costs[0].gpu_hours_left == eight.costs[0].gpu_hours_left
+    assert two.costs[0].seconds_per_step == 4 * eight.costs[0].seconds_per_step == pytest.approx(4 * 1.043)
+    days = [float(re.search(r", ([\d.]+) days on (\d) GPUs", text(r))[1]) for r in (eight, two)]
+    assert days[1] == pytest.approx(4 * days[0], rel=0.01) and days[0] == pytest.approx(26.8 / 8 / 24, rel=0.01)
+    assert "scaled from 8 GPUs" in text(two) and "scaled" not in text(eight)
+
+
+def test_records_of_several_ranks_give_gpu_hours_and_the_time_of_a_step(tmp_path, monkeypatch):
+    monkeypatch.setattr("mxfp4.experiments.store.matmul_path", lambda device: "emulated")
+    small, store = plan("table1", "cpu", recipes=["bf16", "fp8"], seeds=[0]), Store(tmp_path)
+    together = replace(small, scale=replace(small.scale, ranks_per_arm=2, micro_batches=2))
+    put(store, small.arms[0], ranks=2)
+    left = dry_run(replace(together, arms=tuple(replace(a, micro_batches=2) for a in small.arms)), store, gpus=0).costs
+    assert [c.gpu_hours_left for c in left] == [pytest.approx(2 * 1.1 / 3600)] * 2
+    assert left[1].seconds_per_step == pytest.approx(1.1 / small.arms[0].steps)
+
+
+def test_every_arm_has_a_memory_line(tmp_path):
+    lines = text(dry_run(large(None), Store(tmp_path))).splitlines()
+    titles = [line.removeprefix("memory of a GPU: ") for line in lines if re.search(r"B parameters: peak [\d.]+ GB", line)]
+    named = [name for title in titles for name in title.partition(", 8.03 B")[0].split(", ")]
+    assert sorted(named) == sorted({a.recipe for a in large(None).arms}) and 1 < len(titles) < len(named)
+
+
+def test_the_host_holds_checkpoints_in_writing(tmp_path, monkeypatch):
+    result = dry_run(large(), Store(tmp_path))
+    assert result.staging == 12 * large().arms[0].model.n_params() and "memory of the host: 96.4 GB, pinned" in text(result)
+    there = replace(result.machine, host=50e9)
+    monkeypatch.setattr(module, "machine_for", lambda *a: there)
+    (problem,) = dry_run(large(), Store(tmp_path)).problems
+    assert problem.startswith("host memory: 96.4 GB hold") and "the machine has 50.0 GB" in problem
+    assert dry_run(plan("table1", "gpu", recipes=["fp8"]), Store(tmp_path)).staging == 0  # those are copied by themselves
+
+
+def test_kept_weights_are_on_the_disk_and_an_arm_without_them_is_left(tmp_path):
+    store, small = Store(tmp_path), plan("table1", "cpu", recipes=["bf16", "fp8"], seeds=[0])
+    put(store, small.arms[0])
+    without, with_ = (dry_run(small, store, keep_weights=keep) for keep in (False, True))
+    sizes = [dict(r.disk).get("weights: 4 bytes a parameter", 0) for r in (without, with_)]
+    assert sizes == [0, 2 * 4 * small.arms[0].model.n_params()]
+    assert [c.arm.done for c in without.costs + with_.costs] == [True, False, False, False]
+    assert with_.costs[0].gpu_hours_left == pytest.approx(1.1 / 3600)
+
+
+def test_what_the_seeds_decide_and_what_three_would_cost(tmp_path):
+    one, three = (plan("table1", "mi355x", seeds=seeds) for seeds in (None, (0, 1, 2)))
+    (line,) = (x for x in text(dry_run(one, Store(tmp_path))).splitlines() if x.startswith("seeds: "))
+    found = re.match(r"seeds: with 0 alone (\d+) claims .* need 3 seeds of an arm \(--seed 0 --seed 1 --seed 2, ([\d,]+) GPU", line)
+    needy = [c for c in load_ledger() if c.arms and set(c.arms) <= {a.recipe for a in one.arms} and c.needs["seeds"] == 3]
+    assert 0 < int(found[1]) <= len(needy)
+    hours = sum(c.gpu_hours_left or 0 for c in dry_run(three, Store(tmp_path)).costs)
+    assumed = sum(a.recipe not in ("fp8", "mxfp4+h16") for a in three.arms) * steps_worth(one.arms[0]) * 1.043 * 8 / 3600
+    assert float(found[2].replace(",", "")) == pytest.approx(hours + assumed, rel=0.01)
+    assert "seeds: " not in text(dry_run(three, Store(tmp_path)))
+    assert "seeds: " not in text(dry_run(plan("table1", "cpu"), Store(tmp_path)))  # too small, whatever the seeds
 
 
 def test_other_gpu_counts(tmp_path):

@@ -180,6 +180,12 @@ def test_arms_that_shared_a_device_cost_their_part_of_its_time(store):
         shutil.rmtree(store.folder(one, "cpu"))
 
 
+def test_arms_of_several_ranks_cost_the_time_of_each(store):
+    (one,) = small(recipes=("bf16",), seeds=(0,)).arms
+    put(store, one, ranks=8)  # fake_studies: 1.0 s and 0.1 s
+    assert small(recipes=("bf16",), seeds=(1,)).status(store, "cpu")[0].seconds == pytest.approx(8 * 1.1)
+
+
 def test_the_cost_of_a_size_without_records_follows_its_weights(store):
     run_plan(small(recipes=("bf16",), seeds=(0,)), store, jobs=1, device="cpu", corpus=CORPUS)
     settings = ({}, {"model": replace(TINY, dim=128)})

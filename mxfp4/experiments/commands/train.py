@@ -131,12 +131,13 @@ def _as_asked(plan, args: argparse.Namespace):
 def _dry_run(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
-    from mxfp4.experiments.dry_run import dry_run, text
+    from mxfp4.experiments.dry_run import dry_run
+    from mxfp4.experiments.dry_run_text import text
 
     plan = _as_asked(chosen_plan(args), args)
     if args.jobs is not None:
         plan = replace(plan, scale=replace(plan.scale, jobs=args.jobs))
-    result = dry_run(plan, _store(), gpus=args.gpus, memory_gb=args.gpu_memory)
+    result = dry_run(plan, _store(), gpus=args.gpus, memory_gb=args.gpu_memory, keep_weights=args.keep_weights)
     print(text(result))
     return 1 if result.problems else 0
 
