@@ -214,7 +214,7 @@ def test_the_papers_node(node, monkeypatch):
     assert "of 288 GB, 8 x AMD Instinct MI355X" in checks["memory of a GPU"].value
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10**11}))
     full = status("disk for the runs", "mi355x")
-    assert full.status == "missing" and "464" in full.value and "MXFP4_RUNS" in full.advice
+    assert full.status == "missing" and "478" in full.value and "MXFP4_RUNS" in full.advice
 
 
 def test_a_corpus_of_some_shards(node, tmp_path):
