@@ -162,8 +162,13 @@ class _Look:
             used = self._recipe(name, layer.fqn)
             if used is self.layers[layer.fqn].recipe or name in WOULD:  # does not fit; is there already
                 continue
-            measure = operands.operand_rows if name == ROTATED else transposition.transposition_rows
-            self._add(name, layer.fqn, measure(layer, used, seed))
+            if name == ROTATED:
+                rows = operands.operand_rows(layer, used, seed)
+            else:
+                rows = transposition.transposition_rows(layer, used, seed)
+                if used.wgrad.a.block == "2d":  # one scale for 32 tokens: what is left of G
+                    rows |= {key: row for key, row in operands.operand_rows(layer, used, seed).items() if key[1] == "g"}
+            self._add(name, layer.fqn, rows)
 
     def _gradient(self, name: str, own: dict, reference: dict, before: _Seen | None) -> None:
         """The whole model's gradient under one recipe, against BF16's; experts that saw no token have none."""

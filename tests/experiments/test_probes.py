@@ -93,6 +93,14 @@ def test_an_arm_without_fp4_shows_what_mxfp4_would_do():
     assert one(bf16, recipe="mxfp4", gemm="fprop", tensor="w", metric="error").tolist() == pytest.approx(own, rel=1e-5)
 
 
+def test_square_blocks_are_tried_on_the_gradient_of_an_arm_without_fp4():
+    rows = probed("bf16")
+    rows = rows[(rows["tensor"] == "g") & (rows["gemm"] == "wgrad")]
+    flushed = rows[rows["metric"] == "flushed"].groupby("recipe")["value"].mean()
+    assert flushed["mxfp4+2d"] > flushed["mxfp4"] > 0
+    assert {"mxfp4+2d", "mxfp4+2d+hh16"} <= set(rows[rows["metric"] == "bias"]["recipe"])
+
+
 def test_gradient_error_grows_with_the_quantized_scope():
     names = ("fp8", "mxfp4-fprop", "mxfp4")
     error, cosine = (
