@@ -161,6 +161,14 @@ def test_a_converted_model_trains_saves_and_reloads(tmp_path):
         assert not torch.equal(model(TOKENS).logits, transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")(TOKENS).logits)
 
 
+def test_what_would_train_unconverted_is_refused(tmp_path):
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2))
+    with pytest.raises(ValueError, match=r"no layer to convert to 'mxfp4': .*1 nn.Linear \('lm_head'\); convert does not know its 8 Conv1D$"):
+        mxfp4.convert(gpt2, "mxfp4")
+    with pytest.raises(ValueError, match="^LlamaForCausalLM has no MXFP4Linear: mxfp4.convert it before it is trained$"):
+        trained(a_llama(), tmp_path, 1)
+
+
 def test_gradient_checkpointing_changes_nothing(tmp_path):
     found = {}
     for on in (False, True):

@@ -126,6 +126,9 @@ def test_what_cannot_work_is_refused_before_anything_is_built():
     spec.model.layers[0].feed_forward.w1.out_features = 100
     with pytest.raises(ValueError, match=r"layers.0.feed_forward.w1.*100"):
         titan.MXFP4LinearConverter.Config(recipe="mxfp4").build().convert(spec.model)
+    converted = spec_of("mxfp4+h16").model
+    with pytest.raises(ValueError, match=r"no Linear.Config to convert to 'mxfp4'; .* has 1 Linear.Config, \d+ TitanLinear"):
+        titan.MXFP4LinearConverter.Config(recipe="mxfp4").build().convert(converted)
 
 
 def test_the_8b_configuration_is_p1s_and_takes_any_recipe():

@@ -13,7 +13,8 @@ not how it multiplied. To evaluate with the recipe's forward, convert what was l
 `lm_eval.models.huggingface.HFLM(pretrained=mxfp4.convert(model, recipe), tokenizer=...)`.
 
 Both turn RoPE's halves in the same way, so no rows are permuted. Dense models become Llama, mixtures of experts Mixtral
-(whose own layers keep the experts in one tensor, which `convert` does not reach).
+(whose own layers keep the experts in one tensor, which `convert` does not reach). A model without any nn.Linear, such
+as GPT-2, whose projections are Conv1D, is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from mxfp4.errors import UserError
 from mxfp4.training.config import ModelConfig
-from mxfp4.training.linear import set_step
+from mxfp4.training.linear import MXFP4Linear, set_step
 from mxfp4.training.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -60,10 +61,15 @@ _INNER = {
 
 def set_step_callback() -> TrainerCallback:
     """A callback that makes the recipe's random numbers a function of the Trainer's step, so that a resumed run draws
-    those of one that was not interrupted. Needs transformers."""
+    those of one that was not interrupted. Needs transformers. Training then raises ValueError for a model without a
+    converted layer."""
     from transformers import TrainerCallback
 
     class SetStep(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            if not any(isinstance(m, MXFP4Linear) for m in model.modules()):
+                raise ValueError(f"{type(model).__name__} has no MXFP4Linear: mxfp4.convert it before it is trained")
+
         def on_step_begin(self, args, state, control, model=None, **kwargs):
             set_step(model, state.global_step + 1)
 

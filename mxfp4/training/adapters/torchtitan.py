@@ -22,6 +22,7 @@ Source of the protocol: torchtitan/components/quantization/nvfp4.py (a leaf swap
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 
@@ -111,7 +112,8 @@ class SplitQKVLinear(QKVLinear):
 class MXFP4LinearConverter(QuantizationConverter):
     """Replaces the Linear.Config nodes of a model by TitanLinear's; LM head and routers stay as they are.
 
-    Raises ValueError for an unknown recipe, or a layer that does not fit one, before anything is built.
+    Raises ValueError for an unknown recipe, a layer that does not fit one, or a model with none to replace, before
+    anything is built.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -143,6 +145,10 @@ class MXFP4LinearConverter(QuantizationConverter):
             for fqn, *rest in model_config.traverse(Linear.Config)
             if type(rest[0]) is Linear.Config and fqn.rpartition(".")[2] not in self.config.skip
         ]
+        if not found:
+            there = Counter(type(node).__qualname__ for _, node, *_ in model_config.traverse(Linear.Config))
+            what = ", ".join(f"{n} {kind}" for kind, n in there.items()) or "none at all"
+            raise ValueError(f"no Linear.Config to convert to {self.recipe.name!r}; of its kind the model has {what}")
         depth = 1 + max((i for i in (layer_index(fqn) for fqn, *_ in found) if i is not None), default=-1)
         made = [(parent, attribute, self._layer(node, fqn, depth)) for fqn, node, parent, attribute in found]
         for parent, attribute, node in made:
