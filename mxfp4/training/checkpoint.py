@@ -3,7 +3,8 @@ them, or of folders `step-00000123` (`sharded`), as several ranks do.
 
 A single-file checkpoint is written under a temporary name, synced, and renamed; then its `.sha256` (the format of
 sha256sum) likewise. Without a matching sum it does not count, so a write cut short by a crash or a full
-disk, or bytes that rot later, are noticed, and the one before is used. The newest KEEP of both kinds are kept.
+disk, or bytes that rot later, are noticed, and the one before is used; what is damaged is set aside, as
+`step-00000123.damaged`, until its run is finished. The newest KEEP of both kinds are kept.
 Loading allows tensors and plain data only (weights_only), never code.
 """
 
@@ -27,6 +28,7 @@ from mxfp4.training.durable import write_atomic
 KEEP = 2
 SUMS = "SHA256SUMS"
 """The file without which a folder does not count: the sums of all others, in sha256sum's format."""
+DAMAGED = ".damaged"
 T = TypeVar("T")
 _NAME = re.compile(r"step-(\d{8})(\.pt)?")
 
@@ -84,18 +86,48 @@ def read(path: Path, map_location="cpu") -> dict:
     raise Damaged(problem)
 
 
-def newest(paths: Iterable[Path], load: Callable[[Path], T], *, warn: bool = True) -> tuple[int, T] | None:
+def newest(
+    paths: Iterable[Path], load: Callable[[Path], T], *, warn: bool = True, resuming: bool = False
+) -> tuple[int, T] | None:
     """(step, `load(path)`) of the first of `paths` (see `entries`) that `load` does not find Damaged, or None.
 
-    warn: name those that are passed over in a warning.
+    warn: name those that are passed over, and what is done instead, in warnings. resuming: the run itself asks, and
+    sets those aside that were finished once.
     """
+    passed, found = [], None
     for path in paths:
         try:
-            return step_of(path), load(path)
+            found = step_of(path), load(path)
+            break
         except Damaged as problem:
-            if warn:
-                warnings.warn(f"checkpoint {path} {problem}; using the one before it", Notice, stacklevel=2)
-    return None
+            passed.append((path, f"{problem}{_set_aside(path) if resuming else ''}"))
+    if passed and warn and found is None:
+        each = ", ".join(f"{path.name} {problem}" for path, problem in passed)
+        then = ": starting from the beginning" if resuming else ""
+        warnings.warn(f"no checkpoint in {passed[0][0].parent} is whole ({each}){then}", Notice, stacklevel=2)
+    for path, problem in passed if warn and found else ():
+        warnings.warn(f"checkpoint {path} {problem}; going on from step {found[0]}", Notice, stacklevel=2)
+    return found
+
+
+def _set_aside(path: Path) -> str:
+    """Rename a damaged checkpoint, so that it counts no longer among the newest; ", now NAME", or nothing for one that
+    was never finished, which goes with the next that is."""
+    if not _sealed(path):
+        return ""
+    aside = path.with_name(f"{path.name}{DAMAGED}")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+    except OSError:
+        return ""
+    _sum_path(path).unlink(missing_ok=True)
+    return f", now {aside.name}"
+
+
+def _sealed(path: Path) -> bool:
+    """Whether its sums are there: they are written last."""
+    return (path / SUMS if path.is_dir() else _sum_path(path)).is_file()
 
 
 def latest_step(folder: Path | str) -> int | None:
@@ -108,9 +140,9 @@ def latest_step(folder: Path | str) -> int | None:
 
 
 def prune(folder: Path) -> None:
-    """Drop all but the newest KEEP, and folders that a killed run left unfinished."""
+    """Drop all but the newest KEEP, and what a killed run left unfinished."""
     found = entries(folder)
-    whole = [p for p in found if not p.is_dir() or (p / SUMS).is_file()]
+    whole = [p for p in found if _sealed(p)]
     for path in found:
         if path not in whole[:KEEP]:
             _remove(path)
@@ -119,7 +151,7 @@ def prune(folder: Path) -> None:
 def remove(folder: Path | str) -> None:
     """Delete the checkpoints of a finished run, and the folder if nothing else is in it."""
     folder = Path(folder)
-    for path in entries(folder):
+    for path in (*entries(folder), *folder.glob(f"step-*{DAMAGED}")):
         _remove(path)
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()

@@ -119,12 +119,13 @@ class Checkpoints:
 
     def load(self, check) -> tuple[int, dict] | None:
         """Restore the newest whole checkpoint; (step, plain data), None where there is none. A damaged one is named
-        in a warning and passed over. check: called with the plain data before anything is restored; may raise."""
+        in a warning, set aside and passed over. check: called with the plain data before anything is restored; may raise."""
         def load(path: Path) -> dict:
             return self._load_folder(path, check) if path.suffix == "" else self._load_file(path, check)
 
         paths = self.ranks.agree(checkpoint.entries(self.folder))
-        return checkpoint.newest(paths, load, warn=self.ranks.rank == 0)
+        first = self.ranks.rank == 0
+        return checkpoint.newest(paths, load, warn=first, resuming=first)
 
     def _load_folder(self, path: Path, check) -> dict:
         from mxfp4.training import sharded  # slow to import

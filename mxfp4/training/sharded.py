@@ -50,13 +50,26 @@ def problem(path: Path, ranks: Ranks) -> str | None:
     except (OSError, ValueError):
         sums = {}
     if not all(ranks.gather({".metadata", REST} <= sums.keys())):  # a rank may not see yet what another one does
-        return "was not finished"
+        there = all(ranks.gather((path / SUMS).is_file()))
+        return f"is damaged ({SUMS} lacks lines)" if there else "was not finished"
     mine = sorted(sums)[ranks.rank :: ranks.size]
     with ThreadPoolExecutor(FILES) as pool:
         found = list(pool.map(_sum, [path / name for name in mine]))
     bad = [name for name, value in zip(mine, found, strict=True) if value != sums[name]]
     bad = sorted(name for names in ranks.gather(bad) for name in names)
-    return f"is damaged ({bad[0]})" if bad else None
+    if bad:
+        return f"is damaged ({bad[0]})"
+    unnamed = ranks.agree(sorted(_files(path) - sums.keys()) if ranks.rank == 0 else None)
+    return f"is damaged ({SUMS} has no line for {unnamed[0]})" if unnamed else None
+
+
+def _files(path: Path) -> set[str]:
+    """The files that DCP's index, whose sum is right, names; none where this PyTorch cannot read it: `read` says so."""
+    try:
+        metadata = dcp.FileSystemReader(path).read_metadata()
+        return {place.relative_path for place in metadata.storage_data.values()}
+    except Exception:
+        return set()
 
 
 def rest(path: Path) -> dict:

@@ -14,8 +14,8 @@ def state(value: float) -> dict:
     return {"model": {"w": torch.full((100,), value)}, "curve": [{"step": 1, "loss": value}]}
 
 
-def latest(folder):
-    return checkpoint.newest(checkpoint.entries(folder), checkpoint.read)
+def latest(folder, **options):
+    return checkpoint.newest(checkpoint.entries(folder), checkpoint.read, **options)
 
 
 def test_the_newest_two_are_kept_and_the_newest_is_loaded(tmp_path):
@@ -51,9 +51,40 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(tmp_path, damage):
         path.with_suffix(".sha256").unlink()
     else:
         path.with_suffix(".sha256").write_text("")
-    with pytest.warns(UserWarning, match=r"step-00000002\.pt .*; using the one before it"):
+    with pytest.warns(UserWarning, match=r"step-00000002\.pt .*; going on from step 1$"):
         step, loaded = latest(tmp_path)
     assert step == 1 and loaded["model"]["w"][0] == 1
+
+
+def test_where_all_are_damaged_that_is_said_and_later_ones_are_kept_before_them(tmp_path):
+    for step in (100, 200):
+        checkpoint.save(tmp_path, step, state(1.0)).write_bytes(b"rotten")
+    with pytest.warns(UserWarning) as said:
+        assert latest(tmp_path, resuming=True) is None
+    each = ", ".join(f"step-00000{n}.pt is damaged, now step-00000{n}.pt.damaged" for n in (200, 100))
+    assert [str(w.message) for w in said] == [
+        f"no checkpoint in {tmp_path} is whole ({each}): starting from the beginning"
+    ]
+    checkpoint.save(tmp_path, 5, state(5.0))
+    assert latest(tmp_path)[0] == 5 and len(list(tmp_path.glob("*.damaged"))) == 2
+    checkpoint.remove(tmp_path)
+    assert not tmp_path.exists()
+
+
+def test_one_that_was_never_finished_goes_with_the_next_that_is(tmp_path):
+    checkpoint.save(tmp_path, 100, state(1.0)).with_suffix(".sha256").unlink()
+    with pytest.warns(UserWarning, match=r"step-00000100.pt was not finished\): starting from the beginning"):
+        assert latest(tmp_path, resuming=True) is None
+    checkpoint.save(tmp_path, 5, state(5.0))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000005.pt", "step-00000005.sha256"]
+
+
+def test_who_only_looks_changes_nothing(tmp_path):
+    checkpoint.save(tmp_path, 1, state(1.0)).write_bytes(b"rotten")
+    before = sorted(tmp_path.iterdir())
+    with pytest.warns(UserWarning, match=r"is whole \(step-00000001.pt is damaged\)$"):
+        assert latest(tmp_path) is None
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path, monkeypatch):

@@ -63,8 +63,15 @@ def bad_days(ranks, folder):
         data = bytearray(victim.read_bytes())
         data[len(data) // 2] ^= 1
         victim.write_bytes(data)
+        for name, kept in (("unnamed", lambda line: "__1_0" not in line), ("cut short", lambda line: "__" in line)):
+            shutil.copytree(folder / "straight", folder / name)
+            sums = folder / name / "step-00000007" / "SHA256SUMS"
+            sums.write_text("".join(line for line in sums.read_text().splitlines(keepends=True) if kept(line)))
+        shutil.copytree(folder / "straight", folder / "none")
+        for path in checkpoint.entries(folder / "none"):
+            (path / "run.json").write_text("{}")
     ranks.agree(None)
-    for name in ("killed", "damaged", "paused"):
+    for name in ("killed", "damaged", "unnamed", "cut short", "none", "paused"):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             result = run(folder / name)
@@ -111,7 +118,7 @@ def loaded(path):
     return torch.load(path, weights_only=False)
 
 
-@pytest.mark.parametrize("name", ["killed", "damaged", "paused"])
+@pytest.mark.parametrize("name", ["killed", "damaged", "unnamed", "cut short", "none", "paused"])
 def test_the_run_goes_on_from_the_one_before_to_the_same_bytes(folder, name):
     ours, straight = loaded(folder / f"{name}.pt"), loaded(folder / "straight.pt")
     assert repr(ours["curve"]) == repr(straight["curve"]) and ours["windows"] == straight["windows"]
@@ -120,11 +127,27 @@ def test_the_run_goes_on_from_the_one_before_to_the_same_bytes(folder, name):
 
 @pytest.mark.parametrize(
     "name, problem",
-    [("killed", "step-00000005 was not finished"), ("damaged", "step-00000007 is damaged (__1_0.distcp)")],
+    [
+        ("killed", "step-00000005 was not finished"),
+        ("damaged", "step-00000007 is damaged (__1_0.distcp), now step-00000007.damaged"),
+        ("unnamed", "step-00000007 is damaged (SHA256SUMS has no line for __1_0.distcp), now step-00000007.damaged"),
+        ("cut short", "step-00000007 is damaged (SHA256SUMS lacks lines), now step-00000007.damaged"),
+    ],
 )
 def test_what_was_passed_over_is_named_once(folder, name, problem):
     first, second = json.loads((folder / f"{name}.json").read_text())
-    assert len(first) == 1 and first[0].endswith(f"{problem}; using the one before it") and second == []
+    start = 4 if name == "killed" else 6
+    assert len(first) == 1 and first[0].endswith(f"{problem}; going on from step {start}") and second == []
+    assert (folder / name / "step-00000007.damaged").is_dir() == (name != "killed")
+
+
+def test_where_none_is_whole_that_is_said_and_the_new_ones_are_kept(folder):
+    first, second = json.loads((folder / "none.json").read_text())
+    each = ", ".join(f"step-0000000{n} is damaged (run.json), now step-0000000{n}.damaged" for n in (7, 6))
+    assert first == [f"no checkpoint in {folder / 'none'} is whole ({each}): starting from the beginning"]
+    assert second == []
+    checkpoint.remove(folder / "none")
+    assert not (folder / "none").exists()
 
 
 @pytest.mark.parametrize("name", ["to one", "from one"])
@@ -231,7 +254,7 @@ def test_sums_that_lost_lines_are_no_proof(folder, tmp_path, left):
     assert sharded.problem(path, ALONE) is None
     lines = (path / "SHA256SUMS").read_text().splitlines(keepends=True)
     (path / "SHA256SUMS").write_text("".join(lines[:left]))
-    assert sharded.problem(path, ALONE) == "was not finished"
+    assert sharded.problem(path, ALONE) == "is damaged (SHA256SUMS lacks lines)"
 
 
 def test_saving_takes_a_small_share_of_the_time_and_no_wall_clock(monkeypatch, tmp_path):
