@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _describe(arm) -> str:
     from mxfp4.experiments.plan import BASES  # imports torch
+    from mxfp4.experiments.progress import duration
 
     if arm.done:
         outcome = arm.record.outcome
@@ -81,6 +82,7 @@ def _summary(arms: list) -> str:
 
 def _cost(left: list) -> str:
     from mxfp4.experiments.plan import BASES
+    from mxfp4.experiments.progress import duration
 
     known = [a for a in left if a.seconds is not None]
     parts = []
@@ -91,10 +93,3 @@ def _cost(left: list) -> str:
     if len(known) < len(left):
         parts.append(f"{len(left) - len(known)} arms not measured yet: no record of such a model at this scale")
     return ", and ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """ "12 s", "3.5 min", "7.2 h"."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

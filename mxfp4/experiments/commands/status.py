@@ -1,4 +1,7 @@
-"""`mxfp4 status`: what lies under runs/: records by scale, runs and packings that go on or were stopped."""
+"""`mxfp4 status`: what lies under runs/: records by scale, runs and packings that go on or were stopped.
+
+Of each run its step of how many, loss, tokens/s and the time that is left, as its newest checkpoint says.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0."""
+    from mxfp4.experiments.progress import progress, text
     from mxfp4.experiments.store import Store
     from mxfp4.training.packing_state import unfinished
 
@@ -29,10 +33,14 @@ def run(args: argparse.Namespace) -> int:
     begun = store.begun()
     left_over = {(scale, run_id) for scale in {b.scale for b in begun} for run_id in store.left_over(scale)}
     for run_ in begun:
-        state = run_.holder or "stopped"
+        where, state = f"at step {run_.step}", run_.holder or "stopped"
         if run_.holder is None and (run_.scale, run_.run_id) in left_over:
             state = "finished: left by a crash, the next `mxfp4 train` of this scale removes it"
-        print(f"scale {run_.scale}: {run_.run_id} at step {run_.step}, {state}")
+        elif at := progress(store.root / "checkpoints" / run_.scale / run_.run_id):
+            where = text(at)
+        elif not run_.step:
+            where = "no checkpoint yet"
+        print(f"scale {run_.scale}: {run_.run_id} {where}, {state}")
     packings = unfinished()
     for name, parts, last in packings:
         print(f"packing {name}: {parts} parts done, the last {last}; `mxfp4 prepare` goes on there")
