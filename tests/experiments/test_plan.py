@@ -18,6 +18,7 @@ from mxfp4.errors import UserError
 from mxfp4.experiments import cli
 from mxfp4.experiments.commands import plan as command
 from mxfp4.experiments.plan import BASES, FULL, SMALL, Plan, plan, plans_of
+from mxfp4.experiments.progress import duration
 from mxfp4.experiments.scales import CPU, SCALES
 from mxfp4.experiments.store import Store
 from mxfp4.experiments.study import setting
@@ -214,7 +215,7 @@ def test_what_an_estimate_rests_on_and_experts_are_not_measured_by_dense_runs(st
     said = capsys.readouterr().out
     left = sum(a.seconds or 0 for a in wanted.status(store, "cpu"))
     assert said.splitlines()[-1].endswith(
-        f"about {command.duration(left)} of one device from measured speeds (1 by this arm, 1 by other arms of its "
+        f"about {duration(left)} of one device from measured speeds (1 by this arm, 1 by other arms of its "
         "model, 1 by other models), and 2 arms not measured yet: no record of such a model at this scale"
     )
     assert said.count("missing, not measured yet") == 2 and said.count("(by other models)") == 1
