@@ -15,11 +15,14 @@ import numpy as np
 import pandas as pd
 
 from mxfp4.experiments import efficiency, kernel_tables, logs, metrics, published
+from mxfp4.experiments.bench import bench_name
 from mxfp4.experiments.charts import PALETTE
 from mxfp4.experiments.effect import Effect, NoEffect
 from mxfp4.experiments.study import Study
 
 REFERENCE = "fp8"
+ELSEWHERE = "step-h200"
+"""The benchmark that is shown where the runs are of no GPU."""
 BLOCKS = ("mxfp4+h16", "mxfp4+h32")
 NATIVE = "native"
 SPEEDS = (1.0, 2.0)
@@ -83,6 +86,13 @@ def benched(name: str) -> tuple[pd.DataFrame, str]:
     machine = data["machine"]
     paths = f"FP8 {machine.get('fp8_path', machine['path'])}, FP4 {machine['path']}"
     return frame, f"{kernel_tables.device(name)}, {paths}"
+
+
+def bench_of(study: Study | None) -> str:
+    """The name of the benchmark of training steps on the GPU of a study; without one, of the H200's."""
+    if study is None or study.records[0].machine["device_type"] == "cpu":
+        return ELSEWHERE
+    return bench_name("step", study.records[0].machine["device"])
 
 
 def other_fp8(machine: str, study: Study) -> str:

@@ -45,6 +45,13 @@ def test_on_an_emulating_machine_no_speed_up_is_claimed(study):
     assert "emulates FP4" in throughput.path_sentence(study)
 
 
+def test_the_benchmark_is_of_the_gpu_of_the_runs(study):
+    assert throughput.bench_of(None) == throughput.bench_of(study) == "step-h200"  # of the CPU
+    (record,) = [r for r in study.records if (r.config.recipe, r.config.seed) == ("fp8", 0)]
+    record.machine.update(device_type="cuda", device="AMD Instinct MI355X")
+    assert throughput.bench_of(Study((record,))) == "step-mi355x"
+
+
 def test_on_native_hardware_both_halves_are_measured(study, native):
     assert throughput.recorded(study, ["mxfp4+h16"])["over"].iloc[0] == pytest.approx(1.2)
     frame = throughput.gated(study, ["mxfp4+h16"]).set_index("basis")
