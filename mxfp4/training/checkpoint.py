@@ -160,7 +160,7 @@ def remove(folder: Path | str) -> None:
 def entries(folder: Path | str) -> list[Path]:
     """Checkpoints of both kinds, newest first, whole or not."""
     try:
-        found = [p for p in Path(folder).iterdir() if _NAME.fullmatch(p.name)]
+        found = [p for p in Path(folder).iterdir() if (m := _NAME.fullmatch(p.name)) and (m[2] or p.is_dir())]
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(found, key=lambda p: p.name[:13], reverse=True)
