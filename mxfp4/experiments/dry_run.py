@@ -198,5 +198,5 @@ def _too_full(disk, free: float, folder: Path, machine: Machine) -> list[str]:
         return []
     return [
         f"disk: {need / GB:.1f} GB are still to be written and {free / GB:.1f} GB are free for {folder}: make room, "
-        "set MXFP4_RUNS to a larger disk, or take fewer shards of C4 (--corpus c4:768-799)"
+        "set MXFP4_RUNS to a larger disk, or take fewer shards of C4 (make reproduce SCALE=mi355x CORPUS=c4:768-799)"
     ]

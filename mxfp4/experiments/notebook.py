@@ -255,6 +255,7 @@ def _kernel(temporary: Path) -> Iterator[None]:
     specification = {
         "argv": [
             *(sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"),
+            "--IPKernelApp.log_level=50",  # a kernel that is ended while it starts up says so as an error
             "--IPKernelApp.exec_lines=from mxfp4.errors import print_notices; print_notices(); del print_notices",
         ],
         "display_name": "Python 3",
