@@ -190,11 +190,17 @@ def loss_gaps_by_seed(study: Study, reference: str = "bf16") -> pd.DataFrame:
     return pd.DataFrame({arm: pd.Series(values, dtype=float) for arm, values in gaps.items() if values}).sort_index()
 
 
-def loss_gaps(study: Study, reference: str = "bf16", arms: Iterable[str] | None = None) -> pd.Series:
-    """{arm: mean of `loss_gaps_by_seed`}, over its own seeds; `arms`: these alone, over the seeds that all of them have,
-    as the reference's own luck in a seed would rank arms of different seeds. Empty where they share none."""
-    gaps = loss_gaps_by_seed(study, reference)
-    return gaps.mean() if arms is None else gaps[[a for a in arms if a in gaps]].dropna().mean().dropna()
+def loss_gaps(study: Study, reference: str = "bf16") -> pd.Series:
+    """{arm: mean over its seeds of `loss_gaps_by_seed`}."""
+    return loss_gaps_by_seed(study, reference).mean()
+
+
+def shared_gaps(study: Study, arms: Iterable[str], reference: str = "bf16") -> tuple[pd.Series, int]:
+    """{arm: loss gap} over the seeds that all of `arms` with a record have, and how many those are: the reference's own
+    luck in a seed would rank arms of different seeds. Empty where they share none."""
+    by_seed = loss_gaps_by_seed(study, reference)
+    shared = by_seed[[arm for arm in arms if arm in by_seed]].dropna()
+    return shared.mean().dropna(), len(shared)
 
 
 def against_loss(
@@ -208,10 +214,8 @@ def against_loss(
     rows = select(study.probes, metric, what={(gemm, tensor): metric}, layers=layers)
     fp4 = {arm: any(op.format in FP4 for op in recipe(arm).operands().values()) for arm in rows["arm"].unique()}
     table = summary(rows[rows["arm"].map(fp4)], ["arm"])
-    by_seed = loss_gaps_by_seed(study, reference)
-    table = table[table["arm"].isin(list(by_seed))].dropna(subset="mean")
-    gaps = loss_gaps(study, reference, table["arm"])
-    seeds = len(by_seed[list(table["arm"])].dropna())
+    table = table.dropna(subset="mean")
+    gaps, seeds = shared_gaps(study, table["arm"], reference)
     return table.assign(gap=table["arm"].map(gaps), seeds=seeds).dropna(subset="gap").sort_values("mean")
 
 
@@ -223,8 +227,7 @@ def whole_gradients(study: Study, arms: Iterable[str], reference: str = "bf16") 
     rows = ordered(select(study.probes, list(names), what=WHOLE, layers="all"), "arm", arms)
     what = [f"{names[metric]}, step {step}" for metric, step in zip(rows["metric"], rows["step"], strict=True)]
     table = rows.assign(column=what).pivot_table(index="arm", columns="column", values="value", sort=False)
-    gaps = loss_gaps(study, reference, table.index)
-    seeds = len(loss_gaps_by_seed(study, reference)[list(table.index)].dropna())
+    gaps, seeds = shared_gaps(study, table.index, reference)
     return table.assign(gap=gaps.reindex(table.index)).reset_index(), seeds
 
 

@@ -55,15 +55,14 @@ def last_losses(study: Study, arms: Iterable[str]) -> dict[str, dict[int, float]
     arms = list(arms)
     if not study.config.stop_at_target:
         return {arm: final_losses(study, arm) for arm in arms}
-    curves = {
-        arm: {s: c.dropna(subset="eval_loss").set_index("tokens")["eval_loss"] for s, c in study.curves(arm).items()}
-        for arm in arms
-    }
-    shared = set.intersection(*(set(c) for c in curves.values()))
-    ends = {s: min(curves[arm][s].index[-1] for arm in arms if s not in study.diverged(arm)) for s in shared
-            if any(s not in study.diverged(arm) for arm in arms)}  # fmt: skip
-    return {arm: {s: math.inf if s in study.diverged(arm) else curves[arm][s].get(end, math.nan) for s, end in ends.items()}
-            for arm in arms}  # fmt: skip
+    found: dict[str, dict[int, float]] = {arm: {} for arm in arms}
+    for seed in set.intersection(*(set(study.curves(arm)) for arm in arms)):
+        losses = {arm: study.curves(arm)[seed].dropna(subset="eval_loss").set_index("tokens")["eval_loss"] for arm in arms}
+        whole = [arm for arm in arms if seed not in study.diverged(arm)]
+        end = min((losses[arm].index[-1] for arm in whole), default=None)
+        for arm in arms if whole else ():
+            found[arm][seed] = losses[arm].get(end, math.nan) if arm in whole else math.inf
+    return found
 
 
 def estimate(values: dict[int, float], unit: str, note: str = "", of: str = "") -> Effect:

@@ -69,8 +69,8 @@ class Evidence:
         parts = [f"<strong>Evidence.</strong> {said[:1].upper()}{said[1:]}."]
         if self.instead_of:
             parts.append(
-                f"Runs of scale {self.instead_of} are not probed, as no GPU holds a whole model; this page shows those of "
-                f"scale {self.plan.scale.name}."
+                f"Runs of scale {self.instead_of} are not probed, as each is spread over several GPUs; this page shows "
+                f"those of scale {self.plan.scale.name}."
             )
         if self.substitute:
             parts.append(
