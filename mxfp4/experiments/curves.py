@@ -168,29 +168,33 @@ def _ends(study: Study, arm: str, references: dict[str, str]) -> dict:
     return {**found, "outcome": outcome_text(study, arm)}
 
 
-def scatter(study: Study, *, reference: str = "fp8") -> tuple[float, int, int] | None:
-    """(nats, arms, seeds): what is left of final losses once each arm's and each seed's mean is taken out, as a
-    standard deviation. Over the seeds of the reference and the arms that finished all of them; None with fewer than 2 and 3."""
+def scatter(study: Study, *, reference: str = "fp8") -> tuple[resample.Scatter, int, int] | None:
+    """(scatter, arms, seeds) of final losses, over the seeds of the reference and the arms that finished all of them; None
+    with fewer than 2 seeds and 3 arms."""
     seeds = sorted(study.arms.get(reference, {}))
     if len(seeds) < 2:
         return None
     table = resample.final_table(study, seeds)
-    n, k = table.shape
-    return (resample.scatter(table)[0], n, k) if n > 2 else None
+    return (resample.scatter(table), *table.shape) if len(table) > 2 else None
 
 
 def scatter_text(study: Study, *, reference: str = "fp8") -> str:
-    """A sentence or two: `scatter`, and the standard error of a difference of two arms that follows from it."""
+    """A few sentences: `scatter`, the standard error of a difference of two arms that follows from it, and who stands
+    apart."""
     found = scatter(study, reference=reference)
     if found is None:
         return "There are too few arms and seeds here to say how much one run differs from its repetition."
-    sd, arms, seeds = found
-    return (
-        f"Over {arms} arms and {seeds} seeds the final losses scatter by {sd:.4f} nats around what arm and seed explain: "
-        f"batches and initial weights are shared, and yet a small change of arithmetic sends a run on another way. A "
-        f"difference of two arms over {seeds} seeds has a standard error of about {sd * math.sqrt(2 / seeds):.4f} nats; "
-        f"to halve it takes {4 * seeds} seeds."
+    noise, arms, seeds = found
+    text = (
+        f"Over {arms - len(noise.apart)} arms and {seeds} seeds the final losses scatter by {noise.sd:.4f} nats around what arm "
+        f"and seed explain: batches and initial weights are shared, and yet a small change of arithmetic sends a run on another "
+        f"way. A difference of two arms over {seeds} seeds has a standard error of about {noise.sd * math.sqrt(2 / seeds):.4f} "
+        f"nats; to halve it takes {4 * seeds} seeds."
     )
+    if noise.apart:
+        each = ", ".join(f"`{arm}` ({sd:.4f})" for arm, sd in sorted(noise.apart.items()))
+        text += f" Not counted among them, as they scatter far more than the others (Cochran's test at 1 %): {each}."
+    return text
 
 
 def turning_text(study: Study) -> str:

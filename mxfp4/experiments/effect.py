@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pandas as pd
 
 from mxfp4.errors import UserError
 from mxfp4.experiments import efficiency, resample
@@ -74,7 +75,8 @@ def estimate(values: dict[int, float], unit: str, note: str = "", of: str = "") 
     if all(map(math.isfinite, values.values())):
         e = efficiency.paired_mean(values)
         effect = Effect(e.mean, e.low, e.high, unit, e.seeds, note=note, of=of)
-        noise = resample.run_noise(np.array([list(values.values()), [0.0] * len(values)]), 2)
+        alone = pd.DataFrame([values, dict.fromkeys(values, 0.0)], index=["ours", "nothing"])
+        noise = resample.run_noise(alone, ["ours", "nothing"])
         return widened(effect, None if noise is None else e.mean + noise[0] - noise[1])
     many = len(values) > 1
     low, high = (min(values.values()), max(values.values())) if many else (math.nan, math.nan)
@@ -105,7 +107,7 @@ def combination(study: Study, terms: Sequence[tuple[str, float]], unit: str) -> 
     if matrix is not None:
         low, high = resample.interval(resample.means(matrix))
         effect = replace(effect, low=low, high=high, over=SEEDS_AND_WINDOWS)
-    noise = resample.run_noise(resample.final_table(study, shared), len(weights))
+    noise = resample.run_noise(resample.final_table(study, shared), list(weights))
     return widened(effect, None if noise is None else effect.value + np.array(list(weights.values())) @ noise)
 
 

@@ -77,7 +77,7 @@ def excess_ratio(study: Study, *, arm: str, reference: str = "bf16") -> Effect:
         return effect
     low, high = resample.interval(np.divide(*(resample.means(p - floor) for p in panels)))
     effect = replace(effect, low=low, high=high, over=SEEDS_AND_WINDOWS)
-    noise = resample.run_noise(resample.final_table(study, shared), 2)
+    noise = resample.run_noise(resample.final_table(study, shared), [arm, reference])
     if noise is None or arm == reference:
         return effect
     above = [np.mean([x[s] for s in shared]) - floor.mean() + n for x, n in zip((ours, theirs), noise, strict=True)]

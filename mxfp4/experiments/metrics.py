@@ -108,7 +108,7 @@ def overhead(study: Study, *, arm: str, reference: str = "fp8", at: float = AT) 
     effect = estimate(values, "share", divergence_note(study, arm), _tokens_of(reference))
     effect = _resampled(effect, resample.overheads(study, arm, reference, target, at, sorted(found)))
     if arm != reference:
-        effect = widened(effect, _noisy(study, (effect.value, 0.0), target, effect.seeds))
+        effect = widened(effect, _noisy(study, {arm: effect.value, reference: 0.0}, target, effect.seeds))
     return _bounded(effect, [arm] if any(o.bound for o in found.values()) else [], [])
 
 
@@ -123,16 +123,17 @@ def _resampled(effect: Effect, samples: np.ndarray | None) -> Effect:
 
 
 def _noisy(
-    study: Study, values: tuple[float, float], target: float, seeds: tuple[int, ...]
+    study: Study, overheads: dict[str, float], target: float, seeds: tuple[int, ...]
 ) -> np.ndarray | None:
-    """Samples of the difference of two overheads over one reference, or of one and zero, by crossings' scatter."""
+    """Samples of the difference of two arms' overheads over one reference, which may be the second of them, by crossings'
+    scatter."""
     if len(seeds) < 2:
         return None
-    noise = resample.run_noise(resample.crossing_table(study, target, seeds), 2)
+    noise = resample.run_noise(resample.crossing_table(study, target, seeds), list(overheads))
     if noise is None:
         return None
-    a, b = ((1 + v) * np.exp(n) for v, n in zip(values, noise, strict=True))
-    return a / b - 1 if values[1] == 0 else a - b
+    a, b = ((1 + v) * np.exp(n) for v, n in zip(overheads.values(), noise, strict=True))
+    return a / b - 1 if list(overheads.values())[1] == 0 else a - b
 
 
 def overhead_difference(
@@ -151,7 +152,7 @@ def overhead_difference(
     if all(x is not None and np.isfinite(x).all() for x in samples):
         effect = _resampled(effect, samples[0] - samples[1])
     if arm != against:
-        parts = tuple(float(np.mean([x[s].value for s in shared])) for x in (a, b))
+        parts = {name: float(np.mean([x[s].value for s in shared])) for name, x in ((arm, a), (against, b))}
         effect = widened(effect, _noisy(study, parts, target, effect.seeds))
     above = [arm] if any(a[s].bound for s in shared) else []
     below = [against] if any(b[s].bound for s in shared) else []
@@ -221,7 +222,7 @@ def remaining_gap(study: Study, *, arm: str, against: str, reference: str = "fp8
         gaps, noise = [None], None
         if not study.config.stop_at_target:
             gaps = [resample.combined(study, {name: 1, reference: -1}, shared) for name in (arm, against)]
-            noise = resample.run_noise(resample.final_table(study, shared), 3)
+            noise = resample.run_noise(resample.final_table(study, shared), [arm, against, reference])
         if any(g is None for g in gaps):
             over, gaps = "seeds", [top[:, None], bottom[:, None]]
         samples = [[resample.means(g) for g in gaps]]

@@ -10,8 +10,12 @@ in four times. All arms of a study tell together, and with many degrees of freed
 and its seed have in common with others: the **scatter**, what is left of arm x seed once the means of arms and of seeds
 are out. Runs that give the same bits when repeated have it too: it is of other seeds. No interval is narrower than
 Student's, made from the scatter; of two arms alone, or of one value a seed (an order, a slope), that is
-the paired t interval. The arms are taken to scatter alike: the interval of one that scatters more than the others is
-too narrow.
+the paired t interval.
+
+Arms need not scatter alike: one that hardly trains ends somewhere else with each seed. Its variance would widen all
+intervals, and the pooled one would be too narrow for its own. So arms whose variance is an outlier by Cochran's test, at
+the level of 1 % that ISO 5725-2 (7.3.3) sets for it, the largest first, stand **apart**: they are not in the pool, and
+their noise is made from their own few values.
 
 A record keeps the losses of each window for the last evaluation alone. For a crossing, what resampled windows change
 at the end, arm by arm, is taken to shift that arm's curve as a whole.
@@ -20,14 +24,19 @@ at the end, arm by arm, is taken to shift that arm's curve as a whole.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import pandas as pd
+from scipy.stats import beta
 
 from mxfp4.experiments.efficiency import DRAWS, crossings
 from mxfp4.experiments.study import Study
 
 LEVEL = 0.95
+OUTLYING = 0.01
+"""The level of Cochran's test."""
 
 
 @lru_cache(maxsize=8)
@@ -73,37 +82,78 @@ def interval(samples: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def scatter(table: np.ndarray) -> tuple[float, int]:
-    """(standard deviation, degrees of freedom) of `table` [arm, seed] without the means of arms and seeds."""
-    n, k = table.shape
-    rest = table - table.mean(axis=0) - table.mean(axis=1, keepdims=True) + table.mean()
-    freedom = (n - 1) * (k - 1)
-    return float(np.sqrt((rest**2).sum() / freedom)) if freedom else float("nan"), freedom
+@dataclass(frozen=True)
+class Scatter:
+    """What arm and seed do not explain, as standard deviations of one run, with their degrees of freedom."""
+
+    sd: float
+    """Of the arms that scatter alike; NaN without a degree of freedom."""
+    freedom: int
+    apart: dict[str, float]
+    """{arm: its own}, of the arms that do not: one degree of freedom less than there are seeds."""
+    own_freedom: int
+
+    def of(self, arm: str) -> tuple[float, int]:
+        return (self.apart[arm], self.own_freedom) if arm in self.apart else (self.sd, self.freedom)
 
 
-def final_table(study: Study, seeds: Sequence[int]) -> np.ndarray:
+def scatter(table: pd.DataFrame) -> Scatter:
+    """That of `table` [arm, seed]: the arms that stand apart are taken out one by one, the largest variance first."""
+    pool, (n, k) = table, table.shape
+    while True:
+        squares = _unexplained(pool, pool)
+        if k < 2 or squares.sum() == 0 or not _outlying(squares.max() / squares.sum(), len(pool), k - 1):
+            break
+        pool = pool.drop(index=squares.idxmax())
+    freedom = max((len(pool) - 1) * (k - 1), 0)
+    sd = float(np.sqrt(squares.sum() / freedom)) if freedom else float("nan")
+    apart = table.drop(index=pool.index)
+    return Scatter(sd, freedom, {a: float(np.sqrt(v / (k - 1))) for a, v in _unexplained(apart, pool).items()}, k - 1)
+
+
+def _unexplained(table: pd.DataFrame, pool: pd.DataFrame) -> pd.Series:
+    """{arm: sum of squares} of what is left of `table` without the means of arms, and of seeds over `pool`."""
+    rest = table - pool.mean()
+    return ((rest.sub(rest.mean(axis=1), axis=0)) ** 2).sum(axis=1)
+
+
+def _outlying(share: float, arms: int, freedom: int) -> bool:
+    """Whether the largest of `arms` variances, each of `freedom`, has too large a `share` of their sum (Cochran 1941)."""
+    return bool(arms > 2 and beta.sf(share, freedom / 2, (arms - 1) * freedom / 2) * arms < OUTLYING)
+
+
+def final_table(study: Study, seeds: Sequence[int]) -> pd.DataFrame:
     """[arm, seed] final losses of the arms that finished all of `seeds`."""
-    whole = [[r[s] for s in seeds] for r in study.arms.values() if set(seeds) <= r.keys()]
-    kept = [rs for rs in whole if all(r.outcome["status"] != "diverged" for r in rs)]
-    return np.array([[r.outcome["final_loss"] for r in rs] for rs in kept], dtype=float).reshape(-1, len(seeds))
+    whole = {arm: [r[s] for s in seeds] for arm, r in study.arms.items() if set(seeds) <= r.keys()}
+    kept = {
+        arm: [r.outcome["final_loss"] for r in rs]
+        for arm, rs in whole.items()
+        if all(r.outcome["status"] != "diverged" for r in rs)
+    }
+    return pd.DataFrame.from_dict(kept, orient="index", columns=list(seeds), dtype=float)
 
 
-def crossing_table(study: Study, target: float, seeds: Sequence[int]) -> np.ndarray:
+def crossing_table(study: Study, target: float, seeds: Sequence[int]) -> pd.DataFrame:
     """[arm, seed] logarithms of the tokens to `target`, of the arms that reach it in all of `seeds`."""
-    curves = [[study.curves(arm)[s] for s in seeds] for arm, r in study.arms.items() if set(seeds) <= r.keys()]
-    at = np.array([[crossings(c, np.array([target]))[0] for c in row] for row in curves]).reshape(-1, len(seeds))
-    return np.log(at[(np.isfinite(at) & (at > 0)).all(axis=1)])
+    curves = {arm: [study.curves(arm)[s] for s in seeds] for arm, r in study.arms.items() if set(seeds) <= r.keys()}
+    at = {arm: [crossings(c, np.array([target]))[0] for c in row] for arm, row in curves.items()}
+    found = pd.DataFrame.from_dict(at, orient="index", columns=list(seeds), dtype=float)
+    return np.log(found[(np.isfinite(found) & (found > 0)).all(axis=1)])
 
 
-def run_noise(table: np.ndarray, count: int) -> np.ndarray | None:
-    """[count, DRAWS] deviations of means over seeds of `count` arms, by the scatter of `table`; None without freedom."""
-    n, k = table.shape
-    sd, freedom = scatter(table) if n > 1 and k > 1 else (0.0, 0)
-    if not freedom:
+def run_noise(table: pd.DataFrame, arms: Sequence[str]) -> np.ndarray | None:
+    """[arms, DRAWS] deviations of the arms' means over the seeds, by the scatter of `table`, of which each need not be
+    part; None without freedom."""
+    found = scatter(table)
+    if not found.freedom:
         return None
-    rng = np.random.default_rng(1)
-    wide = np.sqrt(freedom / rng.chisquare(freedom, DRAWS))
-    return sd / np.sqrt(k) * rng.standard_normal((count, DRAWS)) * wide
+    rng, k = np.random.default_rng(1), table.shape[1]
+    pooled, normal = rng.chisquare(found.freedom, DRAWS), rng.standard_normal((len(arms), DRAWS))
+    noise = np.empty_like(normal)
+    for i, (sd, freedom) in enumerate(map(found.of, arms)):
+        chi = rng.chisquare(freedom, DRAWS) if arms[i] in found.apart else pooled
+        noise[i] = sd / np.sqrt(k) * normal[i] * np.sqrt(freedom / chi)
+    return noise
 
 
 def overheads(

@@ -314,11 +314,11 @@ def test_scatter_is_what_arm_and_seed_do_not_explain(tmp_path):
             put(store, config(arm, seed), offset=offset + noise.get((arm, seed), 0))
     put(store, config("mxfp4+sr", 0))  # lacks a seed
     (study,) = studies(store.load())
-    sd, arms, seeds = curves.scatter(study)
+    noise, arms, seeds = curves.scatter(study)
     # differences of the two seeds: 0.02, 0.02, 0 around their mean; a run's variance is half of a difference's
     wanted = math.sqrt((2 * 0.0066667**2 + 0.0133333**2) / 2 / 2)
-    assert (arms, seeds) == (3, 2) and sd == pytest.approx(wanted, rel=1e-3)
-    assert f"{sd:.4f} nats" in curves.scatter_text(study) and "takes 8 seeds" in curves.scatter_text(study)
+    assert (arms, seeds) == (3, 2) and noise.sd == pytest.approx(wanted, rel=1e-3)
+    assert f"{noise.sd:.4f} nats" in curves.scatter_text(study) and "takes 8 seeds" in curves.scatter_text(study)
     assert curves.scatter(study, reference="bf16") is None and "too few" in curves.scatter_text(study, reference="bf16")
 
 

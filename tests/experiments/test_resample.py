@@ -138,14 +138,51 @@ def test_scatter_of_many_arms_keeps_chance_from_holding(tmp_path):
     assert np.mean(alone) > 0.12 and np.mean(told) < 0.1
 
 
+def table_of(values):
+    return pd.DataFrame(values, index=[f"arm{i}" for i in range(len(values))])
+
+
 def test_noise_of_means_has_students_spread():
-    table = np.random.default_rng(3).normal(0, 1, (6, 4))
-    (one, other) = resample.run_noise(table, 2)
-    sd, freedom = resample.scatter(table)
-    assert freedom == 15
+    table = table_of(np.random.default_rng(3).normal(0, 1, (6, 4)))
+    (one, other) = resample.run_noise(table, ["arm0", "another"])
+    found = resample.scatter(table)
+    assert found.freedom == 15 and not found.apart
     low, high = resample.interval(one - other)
-    assert high == pytest.approx(2.131 * sd * math.sqrt(2 / 4), rel=0.03) and low == pytest.approx(-high, rel=0.05)
-    assert resample.run_noise(table[:1], 1) is None and resample.run_noise(table[:, :1], 1) is None
+    assert high == pytest.approx(2.131 * found.sd * math.sqrt(2 / 4), rel=0.03) and low == pytest.approx(-high, rel=0.05)
+    assert resample.run_noise(table[:1], ["arm0"]) is None and resample.run_noise(table[[0]], ["arm0"]) is None
+    assert resample.run_noise(table[:0], ["arm0"]) is None
+
+
+def test_cochrans_critical_values():
+    """The published table at 1 %: (arms, degrees of freedom of each, share of the largest variance)."""
+    table = ((3, 1, 0.9933), (5, 2, 0.7885), (10, 1, 0.7175), (10, 2, 0.5358), (20, 3, 0.2654), (40, 2, 0.1915))
+    for arms, freedom, critical in table:
+        assert not resample._outlying(critical - 1e-4, arms, freedom), (arms, freedom)
+        assert resample._outlying(critical + 1e-4, arms, freedom), (arms, freedom)
+
+
+def test_arms_that_hardly_train_do_not_widen_the_intervals_of_others():
+    values = np.random.default_rng(5).normal(0, 0.02, (12, 3))
+    wild = np.random.default_rng(6).normal(0, 1, (2, 3))
+    calm, both = table_of(values), table_of(np.vstack([values, wild]))
+    alone, found = resample.scatter(calm), resample.scatter(both)
+    assert not alone.apart and set(found.apart) == {"arm12", "arm13"}
+    assert (found.sd, found.freedom) == (pytest.approx(alone.sd, rel=1e-12), alone.freedom)
+    own = wild - values.mean(axis=0)
+    assert list(found.apart.values()) == pytest.approx(list(own.std(axis=1, ddof=1)))
+    tame, rough = (resample.interval(resample.run_noise(both, ["arm0", "arm13"])[i])[1] for i in (0, 1))
+    assert tame == pytest.approx(resample.interval(resample.run_noise(calm, ["arm0"])[0])[1], rel=0.03)
+    assert rough == pytest.approx(4.303 * own[1].std(ddof=1) / math.sqrt(3), rel=0.06)
+
+
+def test_arms_that_scatter_alike_stand_together():
+    """At the level of 1 % hardly any of 300 made-up studies loses an arm, whatever their numbers of arms and seeds."""
+    rng = np.random.default_rng(7)
+    for shape in ((3, 2), (5, 3), (45, 3), (8, 12)):
+        lost = sum(bool(resample.scatter(table_of(rng.normal(0, 1, shape))).apart) for _ in range(300))
+        assert lost / 300 < 0.025, shape
+    same = table_of(np.ones((5, 3)))
+    assert resample.scatter(same).sd == 0 and not resample.scatter(same).apart
 
 
 def test_an_overhead_is_as_uncertain_as_the_scatter_of_crossings_says(tmp_path):
