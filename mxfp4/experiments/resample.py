@@ -141,13 +141,13 @@ def crossing_table(study: Study, target: float, seeds: Sequence[int]) -> pd.Data
     return np.log(found[(np.isfinite(found) & (found > 0)).all(axis=1)])
 
 
-def run_noise(table: pd.DataFrame, arms: Sequence[str]) -> np.ndarray | None:
+def run_noise(table: pd.DataFrame, arms: Sequence[str], stream: int = 0) -> np.ndarray | None:
     """[arms, DRAWS] deviations of the arms' means over the seeds, by the scatter of `table`, of which each need not be
-    part; None without freedom."""
+    part; None without freedom. Another `stream` is independent of this one."""
     found = scatter(table)
     if not found.freedom:
         return None
-    rng, k = np.random.default_rng(1), table.shape[1]
+    rng, k = np.random.default_rng(1 + stream), table.shape[1]
     pooled, normal = rng.chisquare(found.freedom, DRAWS), rng.standard_normal((len(arms), DRAWS))
     noise = np.empty_like(normal)
     for i, (sd, freedom) in enumerate(map(found.of, arms)):

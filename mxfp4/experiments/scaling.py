@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import altair as alt
 import numpy as np
 import pandas as pd
 
-from mxfp4.experiments import metrics
+from mxfp4.experiments import metrics, resample
 from mxfp4.experiments.charts import PALETTE
 from mxfp4.experiments.claims import effect_text
 from mxfp4.experiments.curves import percent_ends
 from mxfp4.experiments.effect import Effect, NoEffect, estimate, last_losses
+from mxfp4.experiments.efficiency import DRAWS
 from mxfp4.experiments.findings import Finding
 from mxfp4.experiments.study import Study, count
 
@@ -77,19 +79,17 @@ def size_chart(frame: pd.DataFrame, quantity: str, *, title: str, unit: str) -> 
 
 
 def trend(studies: Sequence[Study], arms: Sequence[str], *, reference: str = "fp8") -> Finding:
-    """For each arm: how its gap to the reference changes for three times the parameters, a slope a seed."""
+    """For each arm: how its gap to the reference changes for three times the parameters, a line through the sizes."""
     sizes = [s for s in studies if reference in s.arms]
     numbers, said = [], []
     for arm in arms:
-        points = [(math.log(s.parameters, 3), _gaps(s, arm, reference)) for s in sizes if arm in s.arms]
-        seeds = set.intersection(*(set(g) for _, g in points)) if len(points) > 1 else set()
-        x = np.array([p for p, _ in points])
-        slopes = {k: float(np.polyfit(x, [g[k] for _, g in points], 1)[0].round(9)) for k in seeds}
-        if not slopes:
+        points = [(s, g) for s in sizes if arm in s.arms and (g := _gaps(s, arm, reference))]
+        if len(points) < 2:
             continue
-        e = estimate(slopes, "nats")
+        e = slope([s for s, _ in points], [g for _, g in points], arm, reference)
         told = "grows" if e.low > 0 else "shrinks" if e.high < 0 else "is not shown to grow or to shrink"
-        numbers.append({"arm": arm, "slope": effect_text(e, unit=False), "sizes": len(points), "seeds": len(e.seeds)})
+        seeds = ", ".join(str(len(g)) for _, g in points)
+        numbers.append({"arm": arm, "slope": effect_text(e, unit=False), "sizes": len(points), "seeds of each": seeds})
         said.append(f"the gap of {arm} {told} with size ({effect_text(e)} for three times the parameters)")
     if not said:
         return Finding("Not tested: two sizes with records of one seed are needed.", pd.DataFrame())
@@ -99,6 +99,27 @@ def trend(studies: Sequence[Study], arms: Sequence[str], *, reference: str = "fp
         "larger than the largest here, so a line through these sizes says nothing sure of it."
     )
     return Finding(text, pd.DataFrame(numbers))
+
+
+def slope(sizes: Sequence[Study], gaps: Sequence[dict[int, float]], arm: str, reference: str) -> Effect:
+    """Nats for three times the parameters: least squares through the mean gap of each size, over the seeds that it has.
+
+    A seed draws other initial weights in another size, so each size has noise of its own, made of its scatter (see
+    `resample`). Where runs stop at a target, or a size has one seed, the interval is that of a slope a seed.
+    """
+    x = np.array([math.log(s.parameters, 3) for s in sizes])
+    weights = (x - x.mean()) / ((x - x.mean()) ** 2).sum()
+    value = float(weights @ [np.mean(list(g.values())) for g in gaps])
+    shared = set.intersection(*map(set, gaps))
+    effect = Effect(value, math.nan, math.nan, "nats", tuple(sorted(set.union(*map(set, gaps)))))
+    if any(s.config.stop_at_target or len(g) < 2 for s, g in zip(sizes, gaps, strict=True)):
+        return estimate({k: float((weights @ [g[k] for g in gaps]).round(9)) for k in shared}, "nats") if shared else effect
+    samples = np.full(DRAWS, value)
+    for i, (study, gap, weight) in enumerate(zip(sizes, gaps, weights, strict=True)):
+        ours, theirs = resample.run_noise(resample.final_table(study, sorted(gap)), [arm, reference], stream=i)
+        samples += weight * (ours - theirs)
+    low, high = resample.interval(samples)
+    return replace(effect, low=low, high=high)
 
 
 def _gaps(study: Study, arm: str, reference: str) -> dict[int, float]:

@@ -59,8 +59,28 @@ def test_two_seeds_of_one_sign_show_no_trend(tmp_path):
     assert "is not shown to grow or to shrink" in scaling.trend(found, ["mxfp4"]).text
 
 
+def test_a_slope_has_the_noise_of_each_size_apart(tmp_path):
+    """Closed form: Student's, of two arms and two seeds a size; three equal sizes' noise has the outer two weigh in."""
+    found = sizes(tmp_path, lambda i, seed: 0.01 * (seed if i == 0 else 0), seeds=(0, 1))
+    gaps = [scaling._gaps(s, "mxfp4", "fp8") for s in found]
+    e = scaling.slope(found, gaps, "mxfp4", "fp8")
+    x = [math.log(s.parameters, 3) for s in found]
+    weight = (x[0] - sum(x) / 3) / sum((v - sum(x) / 3) ** 2 for v in x)
+    half = abs(weight) * 12.706 * 0.01 / math.sqrt(2) / math.sqrt(2)  # only the smallest size scatters, one degree of freedom
+    assert e.value == pytest.approx(weight * 0.005, rel=1e-4)
+    assert (e.low, e.high) == pytest.approx((e.value - half, e.value + half), rel=0.1)
+
+
+def test_sizes_need_no_seed_in_common(tmp_path):
+    one = sizes(tmp_path / "one", lambda i, seed: 0.05 + 1e-3 * seed)
+    mixed = [one[0], sizes(tmp_path / "b", lambda i, seed: 0.03 + 1e-4 * seed, seeds=(3, 4))[1]]
+    assert scaling.trend(mixed, ["mxfp4"]).numbers["seeds of each"].iloc[0] == "3, 2"
+    alone = [one[0], sizes(tmp_path / "c", lambda i, seed: 0.03, seeds=(5,))[1]]
+    assert math.isnan(scaling.slope(alone, [scaling._gaps(s, "mxfp4", "fp8") for s in alone], "mxfp4", "fp8").low)
+
+
 def test_one_size_or_a_diverged_seed_says_less(tmp_path):
     whole = sizes(tmp_path, lambda i, seed: 0.01, gone=[(2, 1)])
-    assert scaling.trend(whole, ["mxfp4"]).numbers["seeds"].iloc[0] == 2
+    assert scaling.trend(whole, ["mxfp4"]).numbers["seeds of each"].iloc[0] == "3, 3, 2"
     assert scaling.trend(whole[:1], ["mxfp4"]).text.startswith("Not tested")
     assert len(scaling.size_frame(whole, ["mxfp4"])) == 3
