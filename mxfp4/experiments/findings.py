@@ -75,18 +75,20 @@ def rotation_effect(rows: pd.DataFrame, recipe: str) -> str:
 
 
 def extremes(rows: pd.DataFrame, column: str, name: str, form: str = "") -> str:
-    """A sentence: for which value of `column`, over all tensors, the mean is largest and smallest.
+    """A sentence: for which value of `column`, over all tensors, the mean is largest and smallest; with negative ones among
+    them, farthest from zero and nearest to it.
 
     form: a format such as "{:.2f}"; empty prints shares.
     """
-    table = summary(rows, [column]).dropna().sort_values("mean", kind="stable")
+    table = summary(rows, [column]).dropna().sort_values("mean", key=abs, kind="stable")
+    words = ("farthest from zero", "nearest to it") if (table["mean"] < 0).any() else ("largest", "smallest")
     show = form.format if form else share
     if len(table) < 2 or table["mean"].iloc[0] == table["mean"].iloc[-1]:
         return f"Over all tensors {name} is {show(table['mean'].iloc[0])}." if len(table) else f"There is no {name}."
     low, high = table.iloc[0], table.iloc[-1]
     least = list(table[table["mean"] == low["mean"]][column])
     return (
-        f"Over all tensors {name} is largest under {high[column]} ({show(high['mean'])}) and smallest under "
+        f"Over all tensors {name} is {words[0]} under {high[column]} ({show(high['mean'])}) and {words[1]} under "
         f"{' and '.join(least)} ({show(low['mean'])})."
     )
 

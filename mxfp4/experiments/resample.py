@@ -99,7 +99,7 @@ class Scatter:
 
 def scatter(table: pd.DataFrame) -> Scatter:
     """That of `table` [arm, seed]: the arms that stand apart are taken out one by one, the largest variance first."""
-    pool, (n, k) = table, table.shape
+    pool, k = table, table.shape[1]
     while True:
         squares = _unexplained(pool, pool)
         if k < 2 or squares.sum() == 0 or not _outlying(squares.max() / squares.sum(), len(pool), k - 1):

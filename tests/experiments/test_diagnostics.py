@@ -248,3 +248,11 @@ def test_a_correlation_is_printed_with_what_chance_gives(arms, beyond):
     assert f"Over {arms} arms the rank correlation of the error with the final loss is -1.00" in said
     assert float(said.split("±")[1].rstrip(".")) == pytest.approx(beyond, abs=0.03)
     assert "too few arms" in findings.correlation(table.assign(gap=0.1), "the error")
+
+
+def test_extremes_of_signed_values_are_told_by_their_distance_from_zero():
+    rows = frame(*(("bf16", r, "l", "wgrad", "g", "bias", v) for r, v in (("mxfp4", -0.02), ("mxfp4+2d", 0.001), ("mxfp4+h16", -0.01))))
+    said = findings.extremes(rows, "recipe", "the bias", "{:+.3f}")
+    assert said == "Over all tensors the bias is farthest from zero under mxfp4 (-0.020) and nearest to it under mxfp4+2d (+0.001)."
+    rows["value"] = rows["value"].abs()
+    assert "is largest under mxfp4 (+0.020) and smallest under mxfp4+2d (+0.001)" in findings.extremes(rows, "recipe", "it", "{:+.3f}")
