@@ -99,7 +99,7 @@ def _row(v: Verdict) -> str:
         else f"<p><strong>{_code(lead)}</strong></p>"
     )
     how = f"<p>{_code(decided_by(v))}</p><p>What scale could change: {_code(c.scale_note)}</p>"
-    scale = f"<details><summary>how it is decided</summary>{how}</details>"
+    scale = f"<details><summary>the rule; what scale could change</summary>{how}</details>"
     link = f'<small><a href="{e(c.chapter)}.html">{e(c.chapter)}</a> · <code>{e(c.id)}</code></small>'
     return (
         f'<div class="mx-claim" id="claim-{e(c.id)}"><div>{claim}{link}{scale}</div>'

@@ -194,24 +194,41 @@ def scatter_text(study: Study, *, reference: str = "fp8") -> str:
     if noise.apart:
         each = ", ".join(f"`{arm}` ({sd:.4f})" for arm, sd in sorted(noise.apart.items()))
         text += f" Not counted among them, as they scatter far more than the others (Cochran's test at 1 %): {each}."
+    arm, share = noise.most
+    if share > 0.7:
+        text += (
+            f" {share:.0%} of that variance is of `{arm}`. So few arms and seeds cannot tell whether it scatters more than the others "
+            "(Cochran's test at 1 %), so the intervals of all are as wide as if they scattered alike."
+        )
     return text
 
 
 def turning_text(study: Study) -> str:
-    """Whether runs end above an evaluation before: text seen several times is being learned by heart, by every arm."""
-    rises = []
-    for seeds in study.arms.values():
+    """Whether runs end above an evaluation before. Text seen several times is learned by heart by every arm of a seed, so
+    where few runs do, it is these arms' own training."""
+    rises = {}
+    for arm, seeds in study.arms.items():
         for record in seeds.values():
             losses = record.curve["eval_loss"].dropna()
             if record.outcome["status"] == "finished" and len(losses) > 1:
-                rises.append(losses.iloc[-1] - losses.min())
-    above = [r for r in rises if r > 0]
+                rises.setdefault(arm, []).append(losses.iloc[-1] - losses.min())
+    above = {arm: r for arm, rs in rises.items() if (r := [x for x in rs if x > 0])}
     if not above:
         return "No run ends above an evaluation before its last."
+    runs, risen = sum(map(len, rises.values())), [x for rs in above.values() for x in rs]
+    text = (
+        f"{len(risen)} of {runs} runs end above their lowest evaluation, by {sum(risen) / len(risen):.4f} nats on average and "
+        f"{max(risen):.4f} at most"
+    )
+    if 2 * len(risen) < runs:
+        each = ", ".join(f"`{arm}`" for arm in sorted(above))
+        return (
+            f"{text}: of {each}. That text which is seen several times is being learned by heart would show in all arms, as they "
+            "see the same; so it is rather how these arms train."
+        )
     return (
-        f"{len(above)} of {len(rises)} runs end above their lowest evaluation, by {sum(above) / len(above):.4f} nats on average and "
-        f"{max(above):.4f} at most. They have begun to learn by heart a text that they see several times; all arms of a "
-        "seed see it alike, but differences of that size say little about an arm."
+        f"{text}. They have begun to learn by heart a text that they see several times; all arms of a seed see it alike, but "
+        "differences of that size say little about an arm."
     )
 
 
@@ -330,23 +347,3 @@ def sr_by_shape_frame(study: Study) -> pd.DataFrame:
         if effect is not None:
             rows.append({"shape": shape, "with": arm, "without": against, "cost": effect_text(effect, unit=False)})
     return pd.DataFrame(rows, columns=["shape", "with", "without", "cost"])
-
-
-def sr_cost_frame(study: Study, *, rules: Sequence[str] = RULES) -> pd.DataFrame:
-    """rule, where SR is applied, what it costs: final loss with SR less the loss without, paired; text with
-    interval."""
-    rows = []
-    for rule in rules:
-        for suffix in ("+sr-grad", "+sr"):
-            arms = {"arm": rule_arm(rule, suffix), "against": rule_arm(rule, "")}
-            effect = _try("loss_difference", study, **arms)
-            if effect is not None:
-                rows.append(
-                    {
-                        "rule": rule,
-                        "where": ROUNDINGS[suffix],
-                        "cost": effect_text(effect, unit=False),
-                        **arms,
-                    }
-                )
-    return pd.DataFrame(rows, columns=["rule", "where", "cost", "arm", "against"])

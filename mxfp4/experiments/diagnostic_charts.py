@@ -13,6 +13,7 @@ from mxfp4.experiments.charts import CUT, DIVERGING, PALETTE, cut
 
 TOTAL = 600
 """Pixels that the facets of a row share."""
+DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3])
 
 
 def by_layer(
@@ -66,18 +67,25 @@ def phase_lines(
 ) -> alt.TopLevelMixin:
     """A line for each value of column `colour` from one probed step to the next, small multiples by `what`.
 
+    Layers are more than there are colours: there the colour is the kind of layer and the dashes are the block.
     spread: bars for the range over layers.
     """
     table = diagnostics.by_phase(rows, colour)
+    tips, dashes = [f"{colour}:N"], {}
+    if colour == "layer":
+        table[["block", "kind"]] = table["layer"].str.extract(r"^(layers\.\d+|)\.?(.*)$")
+        blocks = list(table["block"].unique())
+        dash = alt.Scale(domain=blocks, range=[DASHES[i % len(DASHES)] for i in range(len(blocks))])
+        dashes, colour = {"strokeDash": alt.StrokeDash("block:N", title=None, scale=dash), "detail": "layer:N"}, "kind"
     facets, order, phases = (list(table[name].unique()) for name in ("what", colour, "phase"))
     facets = [name for name in rows["what"].unique() if name in facets]
     base = alt.Chart(table).encode(
         x=alt.X("phase:N", sort=phases, title=None, axis=_names(0), scale=alt.Scale(padding=0.5)),
         color=alt.Color(f"{colour}:N", sort=order, title=None, legend=alt.Legend(columns=3)),
-        tooltip=[f"{colour}:N", "phase:N", *(alt.Tooltip(f"{n}:Q", format=".4g") for n in ("value", "low", "high"))],
+        tooltip=[*tips, "phase:N", *(alt.Tooltip(f"{n}:Q", format=".4g") for n in ("value", "low", "high"))],
     )
     y = alt.Y("value:Q", title=unit, axis=alt.Axis(format=form, tickCount=5))
-    layered = [base.mark_line(point=True).encode(y=y)]
+    layered = [base.mark_line().encode(y=y, **dashes), base.mark_point(size=30, filled=True, opacity=1).encode(y=y)]
     if spread:
         layered.append(base.mark_rule(opacity=0.35, strokeWidth=2).encode(y="low:Q", y2="high:Q"))
     shown = min(columns, len(facets))

@@ -221,9 +221,10 @@ def against_loss(
 
 def whole_gradients(study: Study, arms: Iterable[str], reference: str = "bf16") -> tuple[pd.DataFrame, int]:
     """The gradient of all weights against BF16's at each step looked at, and the number of seeds of `gap`: arm,
-    "error, step 200" and "length, step 200" (shares of its norm), ..., gap (final loss over the reference's, nats, over
-    the seeds that all these arms have); arms in the order given, those probed."""
-    names = {"error": "error", "bias": "length"}
+    "error, step 200" (share of its norm), "cosine, step 200", "along, step 200" (its projection on BF16's, less 1: cosine
+    times the ratio of norms), ..., gap (final loss over the reference's, nats, over the seeds that all these arms have);
+    arms in the order given, those probed."""
+    names = {"error": "error", "cosine": "cosine", "bias": "along"}
     rows = ordered(select(study.probes, list(names), what=WHOLE, layers="all"), "arm", arms)
     what = [f"{names[metric]}, step {step}" for metric, step in zip(rows["metric"], rows["step"], strict=True)]
     table = rows.assign(column=what).pivot_table(index="arm", columns="column", values="value", sort=False)

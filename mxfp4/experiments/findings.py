@@ -110,7 +110,7 @@ def most_biased(parts: pd.DataFrame) -> str:
     table = parts.assign(size=parts["bias"].abs()).sort_values("size")
     near, far = table.iloc[0], table.iloc[-1]
     return (
-        f"Farthest from the exact length is {far['what']} under {far['recipe']} ({far['bias']:+.2%}), nearest "
+        f"Farthest from the exact product is {far['what']} under {far['recipe']} ({far['bias']:+.2%}), nearest "
         f"{near['what']} under {near['recipe']} ({near['bias']:+.2%})."
     )
 

@@ -92,6 +92,8 @@ class Scatter:
     apart: dict[str, float]
     """{arm: its own}, of the arms that do not: one degree of freedom less than there are seeds."""
     own_freedom: int
+    most: tuple[str, float] = ("", 0.0)
+    """Of those that scatter alike the arm with the largest variance, and its share of the sum of theirs."""
 
     def of(self, arm: str) -> tuple[float, int]:
         return (self.apart[arm], self.own_freedom) if arm in self.apart else (self.sd, self.freedom)
@@ -108,7 +110,9 @@ def scatter(table: pd.DataFrame) -> Scatter:
     freedom = max((len(pool) - 1) * (k - 1), 0)
     sd = float(np.sqrt(squares.sum() / freedom)) if freedom else float("nan")
     apart = table.drop(index=pool.index)
-    return Scatter(sd, freedom, {a: float(np.sqrt(v / (k - 1))) for a, v in _unexplained(apart, pool).items()}, k - 1)
+    most = (str(squares.idxmax()), float(squares.max() / squares.sum())) if squares.sum() else ("", 0.0)
+    own = {a: float(np.sqrt(v / (k - 1))) for a, v in _unexplained(apart, pool).items()}
+    return Scatter(sd, freedom, own, k - 1, most)
 
 
 def _unexplained(table: pd.DataFrame, pool: pd.DataFrame) -> pd.Series:

@@ -213,13 +213,14 @@ def test_bias_by_rule_takes_each_arms_own_tensors():
 def test_whole_gradients_are_of_all_weights_step_by_step_with_the_loss_of_shared_seeds_beside():
     rows = frame(
         *((arm, arm, layer, "", "dw", m, v) for arm in ("mxfp4", "ti2d") for layer, at in (("all", 0.0), ("layers.0.wq", 9.0))
-          for m, v in (("error", 0.3 + at), ("bias", -0.1 + at))),
+          for m, v in (("error", 0.3 + at), ("cosine", 0.95), ("bias", -0.1 + at))),
     )  # fmt: skip
     rows.loc[(rows["step"] == 6) & (rows["layer"] == "all") & (rows["metric"] == "error"), "value"] = 0.5
     made = study({"bf16": [3.0, 2.0], "mxfp4": [3.5, 3.5], "ti2d": [3.25]}, rows)
     table, seeds = diagnostics.whole_gradients(made, ["ti2d", "mxfp4"])
     assert seeds == 1 and list(table["arm"]) == ["ti2d", "mxfp4"]
-    expected = {"error, step 5": 0.3, "error, step 6": 0.5, "length, step 5": -0.1, "length, step 6": -0.1, "gap": 0.5}
+    expected = {"error, step 5": 0.3, "error, step 6": 0.5, "gap": 0.5}
+    expected |= {f"{name}, step {step}": v for name, v in (("cosine", 0.95), ("along", -0.1)) for step in (5, 6)}
     assert table.set_index("arm").loc["mxfp4"].to_dict() == pytest.approx(expected)
 
 

@@ -318,7 +318,13 @@ def test_scatter_is_what_arm_and_seed_do_not_explain(tmp_path):
     # differences of the two seeds: 0.02, 0.02, 0 around their mean; a run's variance is half of a difference's
     wanted = math.sqrt((2 * 0.0066667**2 + 0.0133333**2) / 2 / 2)
     assert (arms, seeds) == (3, 2) and noise.sd == pytest.approx(wanted, rel=1e-3)
-    assert f"{noise.sd:.4f} nats" in curves.scatter_text(study) and "takes 8 seeds" in curves.scatter_text(study)
+    text = curves.scatter_text(study)
+    assert f"{noise.sd:.4f} nats" in text and "takes 8 seeds" in text and "variance is of" not in text
+    put(store, config("mxfp4+2d", 0), offset=0.3)
+    put(store, config("mxfp4+2d", 1))
+    (study,) = studies(store.load())
+    most, share = curves.scatter(study)[0].most
+    assert most == "mxfp4+2d" and share > 0.7 and f"{share:.0%} of that variance is of `mxfp4+2d`." in curves.scatter_text(study)
     assert curves.scatter(study, reference="bf16") is None and "too few" in curves.scatter_text(study, reference="bf16")
 
 
@@ -346,4 +352,10 @@ def test_runs_that_end_above_an_earlier_evaluation_are_counted(tmp_path):
     curve.loc[last, "eval_loss"] = curve["eval_loss"].min() + 0.05
     before = curve["eval_loss"].dropna()
     rise = before.iloc[-1] - before.min()
-    assert f"1 of 4 runs end above their lowest evaluation, by {rise:.4f} nats" in curves.turning_text(study)
+    text = curves.turning_text(study)
+    assert f"1 of 4 runs end above their lowest evaluation, by {rise:.4f} nats" in text
+    assert "of `mxfp4`. " in text and "rather how these arms train" in text
+    for seed in (0, 1):
+        curve = study.arms["fp8"][seed].curve
+        curve.loc[curve["eval_loss"].dropna().index[-1], "eval_loss"] = curve["eval_loss"].min() + 0.05
+    assert curves.turning_text(study).startswith("3 of 4 runs") and "They have begun to learn by heart" in curves.turning_text(study)

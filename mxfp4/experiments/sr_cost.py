@@ -1,0 +1,81 @@
+"""What stochastic rounding adds to the final loss of full 1D MXFP4, by scale rule and by where it is applied.
+
+If a rule that clips is what turns SR into damage, SR costs under `floor` and `even` and not under `ceil` and `rceil`.
+Differences are paired by seed, in nats a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from mxfp4.experiments import metrics
+from mxfp4.experiments.claims import effect_text
+from mxfp4.experiments.curves import ROUNDINGS, RULES, rule_arm
+from mxfp4.experiments.effect import Effect, NoEffect
+from mxfp4.experiments.study import Study
+
+CLIPPING = ("floor", "even")
+"""The rules under which a block's maximum may exceed the largest code."""
+
+
+def sr_cost_frame(study: Study, *, rules: Sequence[str] = RULES) -> pd.DataFrame:
+    """rule, where SR is applied, what it costs: final loss with SR less the loss without, paired; text with interval."""
+    rows = []
+    for rule in rules:
+        for suffix in ("+sr-grad", "+sr"):
+            effect = _cost(study, rule, suffix, "")
+            if effect is not None:
+                arms = {"arm": rule_arm(rule, suffix), "against": rule_arm(rule, "")}
+                rows.append({"rule": rule, "where": ROUNDINGS[suffix], "cost": effect_text(effect, unit=False), **arms})
+    return pd.DataFrame(rows, columns=["rule", "where", "cost", "arm", "against"])
+
+
+def sr_cost_text(study: Study, *, rules: Sequence[str] = RULES) -> str:
+    """A few sentences: under which rules SR costs, on every operand and on gradients alone, and what that says of the
+    rule. Empty without intervals to tell from."""
+    everywhere, gradients, between = (
+        {r: e for r in rules if (e := _cost(study, r, *pair)) is not None and e.low <= e.high}
+        for pair in (("+sr", ""), ("+sr-grad", ""), ("+sr", "+sr-grad"))
+    )
+    if not everywhere or not gradients:
+        return ""
+    text = (
+        f"Beside rounding to nearest, SR on every operand {_signs(everywhere)}; SR on the gradients alone {_signs(gradients)}. Beside the latter "
+        f"the former {_signs(between)}."
+    )
+    costs = [r for r, e in everywhere.items() if e.low > 0]
+    if free := [r for r in costs if r not in CLIPPING]:
+        text += f" So a rule that clips is not all there is to it: SR on every operand costs under {_and(free)} too, where nothing is clipped."
+    elif costs:
+        text += " So far that is what a rule that clips would do."
+    if sum(e.low > 0 for e in between.values()) * 2 > len(between) and not any(e.low > 0 for e in gradients.values()):
+        text += " What divides these runs more plainly than the rule is what SR is applied to."
+    return text
+
+
+def _cost(study: Study, rule: str, suffix: str, against: str) -> Effect | None:
+    arms = {"arm": rule_arm(rule, suffix), "against": rule_arm(rule, against)}
+    if not set(arms.values()) <= study.arms.keys():
+        return None
+    try:
+        return metrics.loss_difference(study, **arms)
+    except NoEffect:
+        return None
+
+
+def _signs(effects: dict[str, Effect]) -> str:
+    """Under which rules the whole interval lies above zero, and under which below."""
+    parts = []
+    for word, found in (("higher", [r for r, e in effects.items() if e.low > 0]), ("lower", [r for r, e in effects.items() if e.high < 0])):
+        if found:
+            parts.append(f"ends {word} under {_and(found)}")
+    left = len(effects) - sum(e.low > 0 or e.high < 0 for e in effects.values())
+    if left:
+        parts.append(f"is not told from none under {'the others' if parts else 'any rule'}")
+    return " and ".join(parts)
+
+
+def _and(names: Sequence[str]) -> str:
+    return ", ".join(f"`{n}`" for n in names[:-1]) + " and " * (len(names) > 1) + f"`{names[-1]}`"
