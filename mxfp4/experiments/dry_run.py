@@ -74,19 +74,16 @@ class DryRun:
 
 
 def dry_run(
-    plan: Plan, store: Store, *, gpus: int | None = None, memory_gb: float | None = None,
-    recompute_every: int | None = None, keep_weights: bool = False,
-) -> DryRun:  # fmt: skip
+    plan: Plan, store: Store, *, gpus: int | None = None, memory_gb: float | None = None, keep_weights: bool = False
+) -> DryRun:
     """Look, compute, change nothing.
 
     gpus: None is this machine's, or P1's 8 for scale mi355x; 0 the CPU. memory_gb: of one GPU, instead of this
-    machine's. recompute_every: activation checkpointing of every n-th block (None: the scale's own). keep_weights:
-    as in training. UserError for what training would refuse.
+    machine's. keep_weights: as in training. UserError for what training would refuse.
     """
     if plan.scale.jobs < 1:
         raise UserError(f"jobs={plan.scale.jobs} must be at least 1")
-    every = plan.scale.recompute_every if recompute_every is None else recompute_every
-    check_every(every)
+    check_every(plan.scale.recompute_every)
     machine = machine_for(plan.scale.name, gpus, memory_gb)
     device = "cuda" if machine.gpus else "cpu"
     status = plan.status(store, device)
@@ -96,7 +93,7 @@ def dry_run(
     ranks = plan.scale.ranks_on(machine.gpus)
     if machine.gpus:
         check(ranks, machine.gpus)
-    memory = memories(left, plan.scale, machine, ranks, every)
+    memory = memories(left, plan.scale, machine, ranks)
     at_a_time = plan.scale.jobs
     packings = tuple(state_of(c, v) for c, v in sorted({(a.corpus, a.model.vocab_size) for a in left}))
     running = at_a_time * max(machine.gpus // ranks, 1)
@@ -105,7 +102,7 @@ def dry_run(
     free = float(shutil.disk_usage(folder).free)
     staging = staged(left, plan.scale, machine, running)
     problems = [
-        *_no_gpu(plan, machine), *too_large(memory, machine, at_a_time), *too_much_staged(staging, machine),
+        *_no_gpu(plan, machine), *too_large(memory, plan.scale, machine, at_a_time), *too_much_staged(staging, machine),
         *_too_full(disk, free, folder, machine),
     ]  # fmt: skip
     return DryRun(

@@ -138,6 +138,7 @@ def run_notebook(
         "parameters": _plain(values),
         # Taken after the run: records that this very run added are no reason to run it twice.
         "key": run_key(read, values, scale),
+        "records_sha256": records_of(scale),
     }
     tidy(executed, read.name, about)
     _write(executed, target)
@@ -182,6 +183,12 @@ def records_fingerprint() -> str:
     hashes = [_hash_files(root, sorted(root.glob("*/*/record.json")))]
     hashes += [_hash_files(folder, sorted(folder.glob("*.json"))) for folder in (bench_dir(), pilot_dir())]
     return "".join(hashes)
+
+
+def records_of(scale: str) -> str:
+    """SHA-256 of the records of one scale, which tells the site whether some came or went after a run."""
+    root = runs_dir() / "records"
+    return _hash_files(root, sorted(root.glob(f"{scale}/*/record.json")))
 
 
 def _hash_files(root: Path, files: list[Path]) -> str:

@@ -83,7 +83,7 @@ def ram() -> float:
 
 
 def memories(
-    configs: Iterable[TrainConfig], scale: Scale, machine: Machine, ranks: int, recompute_every: int
+    configs: Iterable[TrainConfig], scale: Scale, machine: Machine, ranks: int
 ) -> list[tuple[TrainConfig, Memory]]:
     """The estimate for each recipe and model in `configs`, trained as `scale` says on so many ranks, the largest first.
     UserError where its batch cannot be dealt to them."""
@@ -94,7 +94,7 @@ def memories(
         sizes = config.seq_len, config.batch_size, config.micro_batches, config.eval_sequences
         if (kind := (config.recipe, config.model, sizes)) not in found:
             e = estimate(
-                config, ranks=ranks, device=device, compiled=scale.compile, recompute_every=recompute_every,
+                config, ranks=ranks, device=device, compiled=scale.compile, recompute_every=scale.recompute_every,
                 captured=captured, native=machine.path == "native", fp8=machine.fp8_path == "native",
             )  # fmt: skip
             found[kind] = config, e
@@ -115,8 +115,10 @@ def staged(configs: Iterable[TrainConfig], scale: Scale, machine: Machine, runni
     return sum(sizes[:running])
 
 
-def too_large(found: Sequence[tuple[TrainConfig, Memory]], machine: Machine, at_a_time: int) -> list[str]:
-    """A line where the largest of `found` does not fit; at_a_time: arms that share a device."""
+def too_large(
+    found: Sequence[tuple[TrainConfig, Memory]], scale: Scale, machine: Machine, at_a_time: int
+) -> list[str]:
+    """A line where the largest of `found` does not fit, with what would help; at_a_time: arms that share a device."""
     if not found or machine.memory is None:
         return []
     config, largest = found[0]
@@ -125,11 +127,14 @@ def too_large(found: Sequence[tuple[TrainConfig, Memory]], machine: Machine, at_
         return []
     what = f"each {machine.what.split(' (')[0]}" if machine.gpus else "the CPU's memory"
     sharing = f" for {at_a_time} arms at a time" if at_a_time > 1 else ""
-    more = "more GPUs (--gpus), " if machine.gpus else ""
-    return [
-        f"memory: {config.recipe} needs {need / GB:.1f} GB of {what}{sharing}, which has {machine.memory / GB:.1f} GB: "
-        f"use {more}fewer arms at a time (--jobs) or --recompute-every 1"
-    ]
+    helps = {
+        "more GPUs (--gpus)": machine.gpus and scale.spread,
+        "fewer arms at a time (--jobs)": at_a_time > 1,
+        "--recompute-every 1": scale.recompute_every != 1,
+    }
+    use = " or ".join(way for way, helping in helps.items() if helping)
+    line = f"memory: {config.recipe} needs {need / GB:.1f} GB of {what}{sharing}, which has {machine.memory / GB:.1f} GB"
+    return [f"{line}: use {use}" if use else line]
 
 
 def too_much_staged(need: float, machine: Machine) -> list[str]:
@@ -158,10 +163,10 @@ def check_room(
         machine = machine_for(scale.name, 0, None)
         sharing = at_a_time * ranks // nodes
     dealt = [config for config in configs if config.micro_batches % ranks == 0]  # the trainer refuses the others
-    found = memories(dealt, scale, machine, ranks, scale.recompute_every)
+    found = memories(dealt, scale, machine, ranks)
     running = at_a_time * max(gpus * nodes // ranks, 1)
     problems = [
-        *too_large(found, machine, sharing),
+        *too_large(found, scale, machine, sharing),
         *too_much_staged(staged(configs, scale, machine, running) / nodes, machine),
     ]
     if problems:

@@ -24,6 +24,7 @@ import yaml
 
 from mxfp4.errors import UserError
 from mxfp4.experiments.links import check_site
+from mxfp4.experiments.notebook import records_of
 
 _CODE_CELL = re.compile(r"^```\{code-cell\}", re.MULTILINE)
 _WARNING = re.compile(
@@ -41,7 +42,7 @@ class Site:
     path: Path
     skipped: bool
     stale: tuple[str, ...]
-    """Chapters whose source has changed since they were run."""
+    """Chapters whose source, or whose scale's records, have changed since they were run."""
 
 
 def build_site(
@@ -121,6 +122,7 @@ def _collect(
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """File name -> text of every page as Sphinx will read it, and the names of stale chapters."""
     staged, stale, missing = {}, [], []
+    records = records_of(scale)
     for page in pages:
         text = (book / f"{page}.md").read_text(encoding="utf-8")
         if not _CODE_CELL.search(text):
@@ -131,9 +133,10 @@ def _collect(
             missing.append(page)
             continue
         node = json.loads(executed.read_text(encoding="utf-8"))
+        about = node["metadata"].get("mxfp4", {})
         if (
-            node["metadata"].get("mxfp4", {}).get("source_sha256")
-            != hashlib.sha256(text.encode()).hexdigest()
+            about.get("source_sha256") != hashlib.sha256(text.encode()).hexdigest()
+            or about.get("records_sha256", records) != records  # older runs do not say
         ):
             stale.append(page)
         staged[f"{page}.ipynb"] = json.dumps(present(node), indent=1, ensure_ascii=False, sort_keys=True)

@@ -153,10 +153,9 @@ class TrainConfig:
             "lr",
             "clip",
         )
-        if self.seed < 0 or self.warmup < 0 or self.decay_steps < 0:
-            raise UserError(
-                f"seed={self.seed}, warmup={self.warmup}, decay_steps={self.decay_steps} must not be negative"
-            )
+        for name in ("seed", "warmup", "decay_steps"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name}={getattr(self, name)} must not be negative")
         if not 0 <= self.lr_min <= self.lr:
             raise UserError(f"lr_min={self.lr_min} must lie in 0 to lr={self.lr}")
         if self.seq_len > self.model.max_seq_len:

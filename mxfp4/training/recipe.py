@@ -14,6 +14,7 @@ of the parts below is a recipe. GEMMs outside the MXFP4 scope run in FP8, as in 
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields, replace
@@ -320,7 +321,12 @@ def recipe(name: str | Recipe) -> Recipe:
         base, *parts = OTHERS[base].split("+")
         modifiers = parts + modifiers
     if base not in BASES:
-        raise ValueError(f"recipe {name!r} is not known; named recipes: {', '.join(RECIPES)}; see also MODIFIERS")
+        close = difflib.get_close_matches(name, RECIPES, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        modifiers = ", ".join(f"+{m}" for m in MODIFIERS)
+        raise ValueError(
+            f"recipe {name!r} is not known; {hint}named recipes: {', '.join(RECIPES)}; modifiers of any: {modifiers}"
+        )
     result = Recipe(name, **BASES[base])
     for modifier in modifiers:
         if modifier not in MODIFIERS:

@@ -13,6 +13,7 @@ from minibook import make  # noqa: E402
 
 from mxfp4.errors import UserError  # noqa: E402
 from mxfp4.experiments.links import check_site  # noqa: E402
+from mxfp4.experiments.notebook import run_notebook  # noqa: E402
 from mxfp4.experiments.site import build_site, present, toc_pages  # noqa: E402
 
 
@@ -40,6 +41,19 @@ def test_builds_then_skips_then_builds_again_on_a_change(book):
     (book / "other.md").write_text("# Other\n\nAnother text.\n\n```{bibliography}\n```\n")
     again = build(book)
     assert not again.skipped and "Another text." in (again.path / "other.html").read_text()
+
+
+def test_chapters_run_before_a_record_came_are_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("MXFP4_RUNS", str(tmp_path / "runs"))
+    monkeypatch.chdir(tmp_path)
+    book = make(tmp_path)
+    notebooks = run_notebook(book / "charts.md").path.parent
+    assert build_site(book, notebooks, scale="cpu").stale == ()
+    for scale, stale in (("gpu", ()), ("cpu", ("charts",))):
+        record = tmp_path / "runs" / "records" / scale / "one" / "record.json"
+        record.parent.mkdir(parents=True)
+        record.write_text("{}")
+        assert build_site(book, notebooks, scale="cpu").stale == stale
 
 
 def test_toc_entry_without_a_file(book):

@@ -74,7 +74,7 @@ def test_memory_that_is_too_small_is_refused_with_both_numbers(capsys):
 
 
 def test_recomputation_makes_room():
-    without, with_ = (dry_run(large(["fp8"]), Store(), gpus=2, recompute_every=n) for n in (0, 1))
+    without, with_ = (dry_run(large(["fp8"], recompute_every=n), Store(), gpus=2) for n in (0, 1))
     assert with_.memory[0][1].peak < 0.7 * without.memory[0][1].peak
 
 
@@ -205,10 +205,25 @@ def test_what_is_done_costs_nothing_and_gives_the_speed_of_the_rest(tmp_path):
 def test_what_training_would_refuse_is_refused_with_nothing_left_to_train(tmp_path):
     store, small = Store(tmp_path), plan("table1", "cpu", recipes=["bf16"], seeds=[0])
     put(store, small.arms[0])
-    for refused in ({"recompute_every": -2}, {"memory_gb": -5}, {"gpus": -1}):
+    for refused in ({"memory_gb": -5}, {"gpus": -1}):
         (value,) = refused.values()
         with pytest.raises(UserError, match=f"={value} must be"):
             dry_run(small, store, **refused)
+    with pytest.raises(UserError, match="recompute_every=-2 must be"):
+        dry_run(replace(small, scale=replace(small.scale, recompute_every=-2)), store)
+
+
+def test_what_is_too_large_is_told_what_helps_there(tmp_path):
+    def use(arms, **given):
+        (problem,) = dry_run(arms, Store(tmp_path), **given).problems
+        return problem.partition(" GB: use ")[2]
+
+    one_gpu = plan("table1", "gpu", recipes=["fp8"])
+    alone = replace(one_gpu, scale=replace(one_gpu.scale, jobs=1))
+    assert use(one_gpu, memory_gb=8) == "fewer arms at a time (--jobs) or --recompute-every 1"
+    assert use(alone, memory_gb=2) == "--recompute-every 1"
+    assert use(replace(alone, scale=replace(alone.scale, recompute_every=1)), memory_gb=2) == ""
+    assert use(large(["fp8"]), gpus=1, memory_gb=100) == "more GPUs (--gpus) or --recompute-every 1"
 
 
 def test_scale_gpu_counts_the_arms_that_share_a_gpu(tmp_path):

@@ -214,10 +214,13 @@ def test_what_an_estimate_rests_on_and_experts_are_not_measured_by_dense_runs(st
     assert cli.main(["plan", "--plan", "table1"]) == 0
     said = capsys.readouterr().out
     left = sum(a.seconds or 0 for a in wanted.status(store, "cpu"))
-    assert said.splitlines()[-1].endswith(
-        f"about {duration(left)} of one device from measured speeds (1 by this arm, 1 by other arms of its "
+    *_, cost, adds = said.splitlines()
+    (one,) = store.load("cpu")
+    assert cost.endswith(
+        f"about {duration(left)} of one {one.machine['device']} from measured speeds (1 by this arm, 1 by other arms of its "
         "model, 1 by other models), and 2 arms not measured yet: no record of such a model at this scale"
     )
+    assert adds == "`mxfp4 train --scale cpu --plan table1` trains them"
     assert said.count("missing, not measured yet") == 2 and said.count("(by other models)") == 1
     put(store, experts)
     assert bases()[4:] == [("", False), (BASES[2], False)] and bases()[3] == known[3]

@@ -33,7 +33,7 @@ def test_missing_fields_are_named():
     [
         ({"recipe": "mxfp5"}, "mxfp5"),
         ({"steps": 0}, "steps=0"),
-        ({"seed": -1}, "seed=-1"),
+        ({"seed": -1}, "^seed=-1 must not be negative$"),
         ({"seq_len": 33}, "seq_len=33 exceeds the model's max_seq_len=32"),
         ({"micro_batches": 3}, "batch_size=4 must be a multiple of micro_batches=3"),
         ({"lr_min": 1.0}, "lr_min=1.0"),

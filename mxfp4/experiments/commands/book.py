@@ -31,5 +31,8 @@ def run(args: argparse.Namespace) -> int:
     how = "already there" if site.skipped else f"built in {time.monotonic() - started:.0f} s"
     print(f"site: {how} (scale {args.scale}): book/_build/html/index.html")
     if site.stale:
-        print(f"note: changed since they were run, `make notebooks` runs them again: {', '.join(site.stale)}")
+        print(
+            f"note: text or records have changed since these were run, `mxfp4 run --all --scale {args.scale}` runs them "
+            f"again: {', '.join(site.stale)}"
+        )
     return 0
