@@ -44,9 +44,9 @@ ROCM := $(shell v=$$(cat "$(ROCM_PATH)/.info/version" "$(ROCM_PATH)/core/.info/v
 	if [ -n "$$v" ]; then echo "$$v"; \
 	elif [ -d "$(ROCM_PATH)" ] || command -v rocminfo >/dev/null 2>&1 || command -v amd-smi >/dev/null 2>&1; then \
 	echo unknown; fi)
-# Where PyTorch for that ROCm is: where it was found last, else by the version. The pinned PyTorch is known to be built
-# for 7.2; a GPU of type gfx950 needs 7.0.
-TORCH_INDEX ?= $(if $(ROCM),$(or $(shell cat $(VENV)/.torch-index 2>/dev/null),$(strip \
+# Where PyTorch is: where it was named or found last, else on ROCm by its version, else where pip looks. The pinned
+# PyTorch is known to be built for 7.2; a GPU of type gfx950 needs 7.0.
+TORCH_INDEX ?= $(or $(shell cat $(VENV)/.torch-index 2>/dev/null),$(if $(ROCM),$(strip \
 	https://download.pytorch.org/whl/rocm$(patsubst unknown,7.2,$(ROCM)))))
 TORCH_PIN := $(shell sed -n 's/^torch==//p' constraints.txt)
 EXTRAS := book,test,hf

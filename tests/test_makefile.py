@@ -93,6 +93,12 @@ def test_without_rocm_pip_finds_pytorch_by_itself(project):
     assert "already there" in again.stdout and project.installs == []
 
 
+def test_an_index_named_without_rocm_is_remembered(project):
+    project.make("env", "TORCH_INDEX=small")
+    assert project.installs == [f"install --index-url small torch=={PIN}", REST]
+    assert "already there" in project.make("env").stdout
+
+
 @pytest.mark.parametrize(("found", "version"), [("7.2.1-43\n", "7.2"), ("7.14.0", "7.14")])
 def test_on_rocm_its_pytorch_comes_first_and_alone(project, found, version):
     project.rocm_version(found)

@@ -128,8 +128,7 @@ def rule_of(parameter: Parameter) -> Rule | None:
     rule, default = RULES.get(parameter.name), parameter.default
     if rule is START and not 0 <= default < 1:
         return NOT_NEGATIVE  # not a share there
-    scalar = parameter.type.removeprefix("list[").removeprefix("tuple[").rstrip("]").partition(",")[0]
-    return rule if rule is not None and scalar == rule.kind.__name__ else None
+    return rule if rule is not None and parameter.scalar == rule.kind.__name__ else None
 
 
 def check(known: Mapping[str, Parameter], values: Mapping[str, Any]) -> None:

@@ -15,9 +15,12 @@ from mxfp4.errors import UserError
 from mxfp4.experiments import metrics, published, resample
 from mxfp4.experiments.claims import effect_text
 from mxfp4.experiments.effect import Effect, NoEffect
+from mxfp4.experiments.plan import ROUNDINGS as SUFFIXES
+from mxfp4.experiments.plan import rule_arm
 from mxfp4.experiments.study import Study
 
-ROUNDINGS = {"": "nearest", "+sr-grad": "stochastic on gradients", "+sr": "stochastic everywhere"}
+ROUNDINGS = dict(zip(SUFFIXES, ("nearest", "stochastic on gradients", "stochastic everywhere"), strict=True))
+"""{what it adds to a recipe's name: which rounding}."""
 _SHORT = {
     "mxfp4-fprop": "Fprop",
     "mxfp4-fprop-dgrad": "+ Dgrad",
@@ -265,12 +268,6 @@ def overhead_points(study: Study, *, at: float = metrics.AT) -> pd.DataFrame:
                 }
             )
     return pd.DataFrame(rows)
-
-
-def rule_arm(rule: str, suffix: str) -> str:
-    """The recipe of full 1D MXFP4 with a scale rule and a rounding; `even` is the rule a recipe has
-    unsaid."""
-    return f"mxfp4{'' if rule == 'even' else '+' + rule}{suffix}"
 
 
 def disagreement_frame(

@@ -21,7 +21,7 @@ from mxfp4.experiments.scales import Scale, get_scale
 from mxfp4.training.paths import runs_dir
 
 NEEDED = (
-    "torch", "numpy", "pandas", "pyarrow", "tokenizers", "datasets", "tqdm", "altair", "vl-convert-python",
+    "torch", "numpy", "pandas", "scipy", "pyarrow", "tokenizers", "datasets", "tqdm", "altair", "vl-convert-python",
     "papermill", "jupytext", "jupyter-book",
 )  # fmt: skip
 OPTIONAL = {"triton": "the plain PyTorch kernels are used, slower on a GPU; PyTorch for a GPU brings it"}

@@ -108,7 +108,7 @@ def overhead(study: Study, *, arm: str, reference: str = "fp8", at: float = AT) 
     effect = estimate(values, "share", divergence_note(study, arm), _tokens_of(reference))
     effect = _resampled(effect, resample.overheads(study, arm, reference, target, at, sorted(found)))
     if arm != reference:
-        effect = widened(effect, _noisy(study, {arm: effect.value, reference: 0.0}, target, effect.seeds))
+        effect = widened(effect, _noisy(study, {arm: effect.value, reference: 0.0}, reference, target, effect.seeds))
     return _bounded(effect, [arm] if any(o.bound for o in found.values()) else [], [])
 
 
@@ -123,17 +123,17 @@ def _resampled(effect: Effect, samples: np.ndarray | None) -> Effect:
 
 
 def _noisy(
-    study: Study, overheads: dict[str, float], target: float, seeds: tuple[int, ...]
+    study: Study, overheads: dict[str, float], reference: str, target: float, seeds: tuple[int, ...]
 ) -> np.ndarray | None:
-    """Samples of the difference of two arms' overheads over one reference, which may be the second of them, by crossings'
-    scatter."""
+    """Samples of the first arm's overhead over `reference` less the second's, by the scatter of crossings. Where the second
+    is the reference itself, its crossing is what the first one's is a multiple of."""
     if len(seeds) < 2:
         return None
     noise = resample.run_noise(resample.crossing_table(study, target, seeds), list(overheads))
     if noise is None:
         return None
     a, b = ((1 + v) * np.exp(n) for v, n in zip(overheads.values(), noise, strict=True))
-    return a / b - 1 if list(overheads.values())[1] == 0 else a - b
+    return a / b - 1 if list(overheads)[1] == reference else a - b
 
 
 def overhead_difference(
@@ -153,7 +153,7 @@ def overhead_difference(
         effect = _resampled(effect, samples[0] - samples[1])
     if arm != against:
         parts = {name: float(np.mean([x[s].value for s in shared])) for name, x in ((arm, a), (against, b))}
-        effect = widened(effect, _noisy(study, parts, target, effect.seeds))
+        effect = widened(effect, _noisy(study, parts, reference, target, effect.seeds))
     above = [arm] if any(a[s].bound for s in shared) else []
     below = [against] if any(b[s].bound for s in shared) else []
     return _bounded(effect, above, below)

@@ -40,9 +40,14 @@ class Parameter:
     default: Any
     help: str
 
+    @property
+    def scalar(self) -> str:
+        """The type of one value: of an item of a list or tuple."""
+        return self.type.removeprefix("list[").removeprefix("tuple[").rstrip("]").partition(",")[0]
+
     def parse(self, value: Any) -> Any:
         """`value`, a string from the command line or a Python value, as this type. Raises UserError."""
-        scalar, _, _ = self.type.removeprefix("list[").removeprefix("tuple[").rstrip("]").partition(",")
+        scalar = self.scalar
         if scalar == self.type:
             return self._scalar(value, scalar)
         if isinstance(value, str):

@@ -44,9 +44,14 @@ BLOCK_SHAPES = ("mxfp4+2d-w", "mxfp4+2d")
 ROUNDINGS = ("", "+sr-grad", "+sr")
 
 
+def rule_arm(rule: str, rounding: str) -> str:
+    """The recipe of full 1D MXFP4 with a scale rule and one of ROUNDINGS; `even` is the rule a recipe has unsaid."""
+    return f"mxfp4{'' if rule == 'even' else '+' + rule}{rounding}"
+
+
 def rule_by_rounding(rules: Sequence[str]) -> tuple[str, ...]:
-    """Full 1D MXFP4 with each scale rule and each rounding; `even` is the rule a recipe has unsaid."""
-    return tuple(f"mxfp4{'' if rule == 'even' else '+' + rule}{r}" for rule in rules for r in ROUNDINGS)
+    """`rule_arm` with each scale rule and each rounding."""
+    return tuple(rule_arm(rule, rounding) for rule in rules for rounding in ROUNDINGS)
 
 
 # The recipes of each plan, and the fewer of a laptop's scale.

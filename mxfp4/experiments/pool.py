@@ -1,8 +1,8 @@
 """The arms of a plan in work: one after the other in this process, or several at a time in processes of their own.
 
-Each rank of an arm has a process,
-forked from a server that has torch loaded already; an arm that fails or is killed takes nothing with it. Its ranks
-meet through a file and live and die together: when one fails, the others, which would wait for it, are ended.
+Each rank of an arm has a process, forked from a server that has torch loaded already; an arm that fails or is killed
+takes nothing with it. Its ranks meet through a file and live and die together: when one fails, the others, which would
+wait for it, are ended.
 
 Another process may train arms of the same plan. Those it holds are put off until no others are left, and asked for
 again every RETRY_SECONDS: they have a record by then, or come free with what they have when that process ends.

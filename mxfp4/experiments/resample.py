@@ -29,7 +29,7 @@ from functools import lru_cache
 
 import numpy as np
 import pandas as pd
-from scipy.stats import beta
+from scipy.special import betaincc
 
 from mxfp4.experiments.efficiency import DRAWS, crossings
 from mxfp4.experiments.study import Study
@@ -123,7 +123,7 @@ def _unexplained(table: pd.DataFrame, pool: pd.DataFrame) -> pd.Series:
 
 def _outlying(share: float, arms: int, freedom: int) -> bool:
     """Whether the largest of `arms` variances, each of `freedom`, has too large a `share` of their sum (Cochran 1941)."""
-    return bool(arms > 2 and beta.sf(share, freedom / 2, (arms - 1) * freedom / 2) * arms < OUTLYING)
+    return bool(arms > 2 and arms * betaincc(freedom / 2, (arms - 1) * freedom / 2, share) < OUTLYING)
 
 
 def final_table(study: Study, seeds: Sequence[int]) -> pd.DataFrame:

@@ -41,8 +41,10 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         for source in sources:
             print(f"{source.stem}")
-            for p in read_source(source).parameters.values():
-                print(f"  {p.name}: {p.type} = {p.default!r:<12}  {p.help}")
+            declared = {f"{p.name}: {p.type} = {p.default!r}": p.help for p in read_source(source).parameters.values()}
+            width = min(max(map(len, declared), default=0), 40)
+            for line, what in declared.items():
+                print(f"  {line:<{width}}  {what}")
         return 0
     params = dict(split_pair(pair) for pair in args.pairs)
     failures = []
