@@ -42,8 +42,8 @@ def sr_cost_text(study: Study, *, rules: Sequence[str] = RULES) -> str:
     if not everywhere or not gradients:
         return ""
     text = (
-        f"Beside rounding to nearest, SR on every operand {_signs(everywhere)}; SR on the gradients alone {_signs(gradients)}. Beside the latter "
-        f"the former {_signs(between)}."
+        f"Against rounding to nearest, SR on every operand {_signs(everywhere)}; SR on the gradients alone {_signs(gradients)}. Against SR on the "
+        f"gradients alone, SR on every operand {_signs(between)}."
     )
     costs = [r for r, e in everywhere.items() if e.low > 0]
     if free := [r for r in costs if r not in CLIPPING]:

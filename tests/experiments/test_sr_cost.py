@@ -35,7 +35,7 @@ def test_sr_that_costs_where_values_are_clipped_alone_is_what_a_clipping_rule_wo
     costs = {"floor": 0.1, "even": 0.1, "ceil": 0.0, "rceil": 0.0}
     text = sr_cost_text(made(tmp_path, costs, costs))
     assert "that is what a rule that clips would do" in text and "not all there is" not in text and "applied to" not in text
-    assert "Beside the latter the former is not told from none under any rule." in text
+    assert "Against SR on the gradients alone, SR on every operand is not told from none under any rule." in text
 
 
 def test_one_seed_tells_nothing(tmp_path):
