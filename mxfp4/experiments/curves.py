@@ -1,7 +1,7 @@
 """Frames for the charts and tables of the evidence chapters, from a study's records.
 
-Bands and intervals say what they are over: a band is the range over seeds, an interval a bootstrap over
-seeds. An arm without records gets no row, one that diverged ends where it diverged.
+Bands and intervals say what they are over: a band is the range over seeds, an interval that of the metric (`metrics`).
+An arm without records gets no row, one that diverged ends where it diverged.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ import numpy as np
 import pandas as pd
 
 DRAWS = 10_000
+LEVEL = 0.95
+"""Of every interval."""
 
 
 def crossings(curve: pd.DataFrame, targets: np.ndarray) -> np.ndarray:
@@ -54,17 +56,15 @@ class Estimate:
     seeds: tuple[int, ...]
 
 
-def paired_mean(
-    differences: Mapping[int, float], *, level: float = 0.95, draws: int = DRAWS, seed: int = 0
-) -> Estimate:
+def paired_mean(differences: Mapping[int, float]) -> Estimate:
     """Mean of one value a seed, with the percentile interval of a bootstrap over seeds (NaN for no seeds)."""
     seeds = tuple(sorted(differences))
     values = np.array([differences[s] for s in seeds], dtype=float)
     if len(values) < 2:
         return Estimate(float(values.mean()) if len(values) else math.nan, math.nan, math.nan, seeds)
-    rng = np.random.default_rng(seed)
-    means = values[rng.integers(len(values), size=(draws, len(values)))].mean(axis=1)
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    rng = np.random.default_rng(0)
+    means = values[rng.integers(len(values), size=(DRAWS, len(values)))].mean(axis=1)
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Estimate(float(values.mean()), float(low), float(high), seeds)
 
 

@@ -31,10 +31,9 @@ import numpy as np
 import pandas as pd
 from scipy.special import betaincc
 
-from mxfp4.experiments.efficiency import DRAWS, crossings
+from mxfp4.experiments.efficiency import DRAWS, LEVEL, crossings
 from mxfp4.experiments.study import Study
 
-LEVEL = 0.95
 OUTLYING = 0.01
 """The level of Cochran's test."""
 

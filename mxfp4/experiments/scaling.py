@@ -25,6 +25,8 @@ from mxfp4.experiments.study import Study, count
 
 P1_PARAMETERS = 8e9
 """Size of the model on which P1 reports its overheads."""
+APART = 1.03
+"""What the places of two arms of one size differ by on the logarithmic axis of a chart."""
 
 
 def size_frame(
@@ -59,13 +61,16 @@ def _ends(e: Effect) -> tuple[float, float]:
 
 
 def size_chart(frame: pd.DataFrame, quantity: str, *, title: str, unit: str) -> alt.LayerChart:
-    """`quantity` ("gap" or "overhead") against the number of parameters, a line an arm, bars for intervals."""
+    """`quantity` ("gap" or "overhead") against the number of parameters, a line an arm, bars for intervals. The arms of a
+    size stand side by side, APART times its parameters from each other, so that no bar hides another."""
     shown = frame[np.isfinite(frame[quantity])].rename(columns={quantity: "value"})
     shown = shown.assign(low=shown[f"{quantity}_low"], high=shown[f"{quantity}_high"], text=shown[f"{quantity}_text"])
     arms = list(dict.fromkeys(shown["arm"]))
     colours = alt.Scale(domain=arms, range=list(PALETTE[: len(arms)]))
-    base = alt.Chart(shown[["parameters", "size", "arm", "value", "low", "high", "text"]]).encode(
-        x=alt.X("parameters:Q", title="non-embedding parameters", scale=alt.Scale(type="log", nice=False, padding=20),
+    side = {arm: APART ** (i - (len(arms) - 1) / 2) for i, arm in enumerate(arms)}
+    shown = shown.assign(x=shown["parameters"] * shown["arm"].map(side))
+    base = alt.Chart(shown[["x", "size", "arm", "value", "low", "high", "text"]]).encode(
+        x=alt.X("x:Q", title="non-embedding parameters", scale=alt.Scale(type="log", nice=False, padding=20),
                 axis=alt.Axis(format=".3~s", values=sorted(shown["parameters"].unique().tolist()))),
         color=alt.Color("arm:N", title=None, scale=colours, sort=arms),
         tooltip=["arm:N", "size:N", alt.Tooltip("text:N", title=unit)],

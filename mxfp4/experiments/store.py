@@ -238,16 +238,14 @@ class Store:
                 raise
         durable.sync_folder(final.parent)
 
-    def load(self, scale: str | None = None, *, device_type: str | None = None) -> list[Record]:
-        """Whole records of the current SEMANTICS_VERSION, sorted by run id; of equal keys the first.
-
-        scale, device_type: None takes all. Damaged records, and how many are of another version, are warned
-        about.
+    def load(self, scale: str | None = None) -> list[Record]:
+        """Whole records of the current SEMANTICS_VERSION, of one scale or all, sorted by scale and run id; of equal keys
+        the first. Damaged records, and how many are of another version, are warned about.
         """
         found, other_version = {}, 0
         for folder in self._folders(scale):
             record = _read(folder)
-            if record is None or (device_type and record.machine["device_type"] != device_type):
+            if record is None:
                 continue
             if record.data["semantics_version"] != mxfp4.SEMANTICS_VERSION:
                 other_version += 1

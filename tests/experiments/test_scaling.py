@@ -33,7 +33,11 @@ def test_rows_are_sizes_and_arms_with_their_own_reference(tmp_path):
     assert frame["gap"].to_list() == pytest.approx([0.031, 0.021, 0.011])
     assert (frame["gap_low"] < frame["gap"]).all() and (frame["overhead"] > 0).all()
     for quantity in ("gap", "overhead"):
-        render(scaling.size_chart(frame, quantity, title="T", unit="u"), "a caption")
+        chart = scaling.size_chart(frame, quantity, title="T", unit="u")
+        render(chart, "a caption")
+        bars = chart.layer[1].data
+        assert not bars["x"].duplicated().any()  # no bar on another
+        assert (bars["x"] / frame["parameters"].to_numpy() - 1).abs().max() < 0.1
 
 
 def test_an_overhead_that_misses_the_target_has_an_interval_to_the_end_of_the_budget(tmp_path):
