@@ -219,10 +219,10 @@ def _execute(read: Source, changed: dict[str, Any], temporary: Path, show: bool,
                 cwd=str(project_dir()), start_timeout=120, config=Config(KernelManager=_transport(temporary)),
             )  # fmt: skip
     except PapermillExecutionError as error:
-        reason = f"{error.ename}: {_one_line(error.evalue)}"
+        how = "was refused" if error.ename == UserError.__name__ else f"raised {error.ename}"
         cell = f"code cell {error.exec_count}" if error.exec_count else "a cell"
         raise UserError(
-            f"{read.name}: {cell} raised {reason}{_keep_failed(after, read.name, scale)}"
+            f"{read.name}: {cell} {how}: {_one_line(error.evalue)}{_keep_failed(after, read.name, scale)}"
         ) from None
     except DeadKernelError as error:
         raise UserError(

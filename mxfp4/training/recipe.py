@@ -321,11 +321,11 @@ def recipe(name: str | Recipe) -> Recipe:
         base, *parts = OTHERS[base].split("+")
         modifiers = parts + modifiers
     if base not in BASES:
-        close = difflib.get_close_matches(name, RECIPES, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        modifiers = ", ".join(f"+{m}" for m in MODIFIERS)
+        close = difflib.get_close_matches(base, [*BASES, "ti2d", *OTHERS], n=1)
+        hint = f"did you mean {'+'.join([*close, *modifiers])}? " if close else ""
+        known = ", ".join(f"+{m}" for m in MODIFIERS)
         raise ValueError(
-            f"recipe {name!r} is not known; {hint}named recipes: {', '.join(RECIPES)}; modifiers of any: {modifiers}"
+            f"recipe {name!r} is not known; {hint}named recipes: {', '.join(RECIPES)}; modifiers of any: {known}"
         )
     result = Recipe(name, **BASES[base])
     for modifier in modifiers:

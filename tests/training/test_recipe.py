@@ -72,7 +72,7 @@ def test_a_recipe_is_immutable_and_prints_itself():
 
 @pytest.mark.parametrize("make, words", [
     (lambda: recipe("mxfp5"), ("mxfp5", "mxfp4", "fp8", "ti2d", "+sr-grad", "+2d")),
-    (lambda: recipe("mxpf4+h16"), ("mxpf4+h16", "did you mean mxfp4+h16?")),
+    (lambda: recipe("mxpf4+2d+sr"), ("mxpf4+2d+sr", "did you mean mxfp4+2d+sr?")),
     (lambda: recipe("mxfp4+h17"), ("h17", "h16", "sr")),
     (lambda: recipe("ti2d-no-fun"), ("fun", "qk8")),
     (lambda: recipe("mxfp4-wgrad-fprop"), ("mxfp4-wgrad-fprop", "mxfp4-fprop-dgrad")),
