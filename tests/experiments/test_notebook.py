@@ -103,6 +103,12 @@ def test_executed_notebook_is_clean(project):
     assert again.path.read_text() == text
 
 
+def test_what_the_package_refuses_in_a_cell_is_told_without_the_name_of_its_class(project):
+    path = write(project, "from mxfp4.errors import UserError\nraise UserError('no such thing')")
+    with pytest.raises(UserError, match=r"^a: code cell 2 was refused: no such thing \(half-run notebook: "):
+        run_notebook(path)
+
+
 def test_failing_cell_leaves_only_the_failed_notebook(project):
     good = run_notebook(write(project, "print(1)"))
     before = good.path.read_text()
