@@ -291,6 +291,10 @@ _PRINT = {
 }  # fmt: skip
 
 
+_ROUNDING = 1e-12
+"""What the arithmetic of means leaves of a difference of equal numbers."""
+
+
 def effect_text(effect: Effect | None, *, unit: bool = True) -> str:
     """ "+8.4 % [+7.9, ∞] of fp8's tokens": value and interval in the effect's unit and what it is a share of; both are
     left out where a heading says them."""
@@ -299,14 +303,15 @@ def effect_text(effect: Effect | None, *, unit: bool = True) -> str:
     if effect.unit == "seeds":
         return f"{effect.value * len(effect.seeds):.0f} of {len(effect.seeds)} seeds converge"
     factor, sign, name, decimals = _PRINT[effect.unit]
-    ends = [x * factor for x in (effect.value, effect.low, effect.high) if math.isfinite(x) and x != 0]
+    ends = [x * factor for x in (effect.value, effect.low, effect.high) if math.isfinite(x) and abs(x) > _ROUNDING]
     if ends and max(map(abs, ends)) < 10.0**-decimals:  # small effects keep two digits
         decimals = 1 - math.floor(math.log10(max(map(abs, ends))))
 
     def one(x: float) -> str:
         if math.isinf(x):
             return "∞" if x > 0 else "-∞"
-        return f"{x * factor:{sign}.{decimals}f}"
+        x = 0.0 if abs(x) <= _ROUNDING else x * factor  # and no "-0.0"
+        return f"{x:{sign}.{decimals}f}" if abs(x) < 1e7 else f"{x:{sign}.2e}"
 
     value = one(effect.value) + (name if unit else "")
     if not (math.isnan(effect.low) or math.isnan(effect.high)):

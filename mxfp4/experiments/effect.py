@@ -122,6 +122,8 @@ def widened(effect: Effect, samples: np.ndarray | None) -> Effect:
 def divergence_note(study: Study, *arms: str) -> str:
     """Which of `arms` diverged in which seeds; empty when none did."""
     parts = [
-        f"{arm} diverged in seed {', '.join(map(str, gone))}" for arm in arms if (gone := study.diverged(arm))
+        f"{arm} diverged in seed {', '.join(map(str, gone))}"
+        for arm in dict.fromkeys(arms)
+        if (gone := study.diverged(arm))
     ]
     return "; ".join(parts)

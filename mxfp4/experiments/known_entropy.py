@@ -75,13 +75,18 @@ def excess_ratio(study: Study, *, arm: str, reference: str = "bf16") -> Effect:
     panels = [resample.panel(study, name, shared) for name in (arm, reference)]
     if any(p is None or p.shape[1] != len(floor) for p in panels) or len(shared) < 2:
         return effect
-    low, high = resample.interval(np.divide(*(resample.means(p - floor) for p in panels)))
-    effect = replace(effect, low=low, high=high, over=SEEDS_AND_WINDOWS)
-    noise = resample.run_noise(resample.final_table(study, shared), [arm, reference])
-    if noise is None or arm == reference:
-        return effect
-    above = [np.mean([x[s] for s in shared]) - floor.mean() + n for x, n in zip((ours, theirs), noise, strict=True)]
-    return widened(effect, above[0] / above[1])
+    samples = [[resample.means(p - floor) for p in panels]]
+    table = resample.final_table(study, shared)
+    noise = resample.run_noise(table, [arm, reference])
+    if noise is not None and arm != reference:
+        noise = noise + resample.seed_noise(table)
+        means = [np.mean([x[s] for s in shared]) - floor.mean() for x in (ours, theirs)]
+        samples.append([m + n for m, n in zip(means, noise, strict=True)])
+    if any(resample.interval(under)[0] <= 0 for _, under in samples):
+        note = "; ".join(p for p in (effect.note, f"{reference} is not above the law's loss beyond doubt") if p)
+        return replace(effect, low=-np.inf, high=np.inf, over=SEEDS_AND_WINDOWS, note=note)
+    low, high = zip(*(resample.interval(above / under) for above, under in samples), strict=True)
+    return replace(effect, low=min(low), high=max(high), over=SEEDS_AND_WINDOWS)
 
 
 def excess_frame(study: Study, arms: Sequence[str], *, reference: str = "bf16") -> pd.DataFrame:

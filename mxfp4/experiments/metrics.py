@@ -49,13 +49,17 @@ def is_bound(effect: Effect) -> bool:
 
 
 def target_loss(study: Study, reference: str, at: float) -> float:
-    """The loss, nats a token, at which overheads are read: see the module's docstring."""
+    """The loss, nats a token, at which overheads are read: see the module's docstring. Of runs that diverged before, what
+    they had last is no loss at that share; NoEffect when all did."""
     if study.config.stop_at_target:
         return study.config.target_loss
     losses = []
     for curve in study.curves(reference).values():
         points = curve.dropna(subset="eval_loss").sort_values("tokens")
-        losses.append(np.interp(at * study.tokens, points["tokens"], points["eval_loss"]))
+        if points["tokens"].max() >= at * study.tokens * (1 - 1e-9):
+            losses.append(np.interp(at * study.tokens, points["tokens"], points["eval_loss"]))
+    if not losses:
+        raise NoEffect(f"no run of {reference} gets to {at:.3g} of its budget")
     return float(np.mean(losses))
 
 
@@ -105,10 +109,11 @@ def overhead(study: Study, *, arm: str, reference: str = "fp8", at: float = AT) 
     target = target_loss(study, reference, at)
     found = _overheads(study, arm, reference, target)
     values = {s: o.value for s, o in found.items()}
-    effect = estimate(values, "share", divergence_note(study, arm), _tokens_of(reference))
+    effect = estimate(values, "share", divergence_note(study, arm, reference), _tokens_of(reference))
     effect = _resampled(effect, resample.overheads(study, arm, reference, target, at, sorted(found)))
     if arm != reference:
         effect = widened(effect, _noisy(study, {arm: effect.value, reference: 0.0}, reference, target, effect.seeds))
+    effect = replace(effect, low=-1.0 if effect.low < -1 else effect.low)  # no run takes less than no tokens
     return _bounded(effect, [arm] if any(o.bound for o in found.values()) else [], [])
 
 
@@ -132,8 +137,10 @@ def _noisy(
     noise = resample.run_noise(resample.crossing_table(study, target, seeds), list(overheads))
     if noise is None:
         return None
-    a, b = ((1 + v) * np.exp(n) for v, n in zip(overheads.values(), noise, strict=True))
-    return a / b - 1 if list(overheads)[1] == reference else a - b
+    (ours, theirs), (n, m) = overheads.values(), np.clip(noise, -300, 300)  # what the tails of few seeds have no float for
+    if list(overheads)[1] == reference:
+        return (1 + ours) / (1 + theirs) * np.exp(n - m) - 1
+    return (1 + ours) * np.exp(n) - (1 + theirs) * np.exp(m)
 
 
 def overhead_difference(
@@ -146,7 +153,7 @@ def overhead_difference(
     shared = {s for s in a.keys() & b.keys() if not (a[s].bound and b[s].bound)}
     if not shared:
         raise NoEffect(f"neither {arm} nor {against} reaches the target in its budget")
-    note = divergence_note(study, arm, against)
+    note = divergence_note(study, arm, against, reference)
     effect = estimate({s: a[s].value - b[s].value for s in shared}, "share", note, _tokens_of(reference))
     samples = [resample.overheads(study, name, reference, target, at, sorted(shared)) for name in (arm, against)]
     if all(x is not None and np.isfinite(x).all() for x in samples):
@@ -169,7 +176,7 @@ def convergence(study: Study, *, arm: str, reference: str = "fp8", at: float = 0
     gone = study.diverged(arm)
     reached = [0.0 if o.bound or seed in gone else 1.0 for seed, o in found.items()]
     note = f"given {1 / at:.2g} times the tokens of {reference}"
-    note = "; ".join(p for p in (divergence_note(study, arm), note) if p)
+    note = "; ".join(p for p in (divergence_note(study, arm, reference), note) if p)
     return Effect(
         float(np.mean(reached)), min(reached), max(reached), "seeds", tuple(found), "seeds, their range", note
     )
@@ -185,12 +192,17 @@ def perplexity_increase(study: Study, *, arm: str, against: str = "bf16") -> Eff
     effect = loss_difference(study, arm=arm, against=against)
     return replace(
         effect,
-        value=math.expm1(effect.value),
-        low=math.expm1(effect.low),
-        high=math.expm1(effect.high),
+        value=_expm1(effect.value),
+        low=_expm1(effect.low),
+        high=_expm1(effect.high),
         unit="share",
         of=f"of {against}'s perplexity",
     )
+
+
+def _expm1(x: float) -> float:
+    """exp(x) - 1, infinite where no float holds it."""
+    return math.expm1(x) if x < 700 or math.isnan(x) else math.inf
 
 
 def interaction(study: Study, *, arms: list[str]) -> Effect:
@@ -214,7 +226,9 @@ def remaining_gap(study: Study, *, arm: str, against: str, reference: str = "fp8
     note = divergence_note(study, arm, against)
     if not (np.isfinite(top).all() and np.isfinite(bottom).all()):
         raise NoEffect(note or "an arm has no finite loss at the end")
-    value = float(top.mean() / bottom.mean()) if bottom.mean() else math.nan
+    if abs(bottom.mean()) < 1e-12:
+        raise NoEffect(f"{against} ends where {reference} does: there is no gap to have a share of")
+    value = float(top.mean() / bottom.mean())
     low = high = math.nan
     over = "seeds"
     if len(shared) > 1:  # a ratio of means: resample both, not their ratios, whose denominators may be near 0
@@ -258,7 +272,8 @@ def end_to_end(study: Study, *, arm: str, reference: str = "fp8", at: float = AT
     as P1's would pay. Our own steps emulate FP4 and are in it nowhere."""
     o = overhead(study, arm=arm, reference=reference, at=at)
     speed = published.figure("step-speed")
-    value, high, low = (float(efficiency.speedup(speed.low, x)) for x in (o.value, o.low, o.high))
+    with np.errstate(divide="ignore"):  # an overhead that may be -100 %
+        value, high, low = (float(efficiency.speedup(speed.low, x)) for x in (o.value, o.low, o.high))
     note = "; ".join(p for p in (o.note, f"step speed {speed.text} from {speed.source}") if p)
     return replace(o, value=value, low=low, high=high, unit="ratio", note=note, of="at P1's step speed")
 
@@ -271,7 +286,7 @@ def measured_end_to_end(study: Study, *, arm: str, reference: str = "fp8", at: f
     values = {s: v for s, o in found.items() if not math.isnan(v := ours[s] / theirs[s] / (1 + o.value))}
     if not values:
         raise NoEffect("no records that were alone on their device")
-    effect = estimate(values, "ratio", divergence_note(study, arm))
+    effect = estimate(values, "ratio", divergence_note(study, arm, reference))
     effect = _bounded(effect, [], [arm] if any(found[s].bound for s in values) else [])
     return replace(effect, low=max(effect.low, 0.0))
 

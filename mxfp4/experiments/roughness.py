@@ -30,7 +30,9 @@ def roughness(study: Study, *, arm: str, reference: str = "fp8") -> Effect:
     points = tables[0].index.intersection(tables[1].index)
     rest = [t.loc[points, shared].sub(t.loc[points, shared].mean(axis=1), axis=0).to_numpy() for t in tables]
     ours, theirs = (math.sqrt((r**2).sum()) for r in rest)
-    if not len(points) or not theirs > 1e-9:
+    if not len(points):
+        raise NoEffect(f"{arm} and {reference} have no three evaluations in a row that all their runs reach")
+    if not theirs > 1e-9:
         raise NoEffect(f"the curves of {reference} differ by nothing that could be rough")
     freedom = (len(shared) - 1) * len(points) * 18 / 35
     rng = np.random.default_rng(1)

@@ -391,3 +391,9 @@ def test_claims_of_one_kind_of_study_are_not_decided_by_another(store):
     fill(store, {"ti2d": 1.3, "bf16": 1.0})
     assert verdict("p2-experts", store, needs={**few, "model": "experts"}).verdict == "holds"
     assert verdict("p2-perplexity", store, needs=few).verdict == "does not hold"
+
+
+def test_what_rounding_leaves_of_nothing_is_printed_as_nothing():
+    assert effect_text(Effect(0.0, -5e-16, 5e-16, "nats", (0, 1))) == "+0.0000 nats [+0.0000, +0.0000]"
+    assert effect_text(Effect(-1e-17, -1e-17, 0.002, "nats", (0, 1))) == "+0.0000 nats [+0.0000, +0.0020]"
+    assert effect_text(Effect(1e36, -1.0, 1e120, "share", (0, 1))) == "+1.00e+38 % [-100.0, +1.00e+122]"

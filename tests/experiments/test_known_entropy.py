@@ -53,6 +53,23 @@ def test_a_ratio_of_excesses_is_as_uncertain_as_the_scatter_of_losses(tmp_path):
     assert (own.low, own.value, own.high) == pytest.approx((1, 1, 1))
 
 
+def test_a_ratio_of_excesses_moves_with_what_seeds_do_to_all_arms(tmp_path):
+    """A shift that arms share leaves their difference alone and not their ratio: Student's interval of the shift."""
+    store, floor = Store(tmp_path), -SOURCE.log_prob(SOURCE.eval_windows(8, 96)).mean(dim=1).numpy()
+    for arm, above in (("bf16", 0.2), ("mxfp4", 0.3)):
+        for seed, shift in enumerate((-0.01, 0.0, 0.01)):
+            end, loss = 3 + 3 / 11 + 0.003 * seed, floor.mean() + above + shift
+            put(store, config(arm, seed, **SETTING), offset=loss - end, windows=floor - floor.mean(), corpus=SOURCE.fingerprint)
+    (study,) = studies(store.load())
+    ratio, half = known_entropy.excess_ratio(study, arm="mxfp4"), 4.303 * 0.01 / 3**0.5
+    assert (ratio.low, ratio.high) == pytest.approx(((0.3 + half) / (0.2 + half), (0.3 - half) / (0.2 - half)), rel=0.03)
+
+
+def test_a_reference_that_may_have_no_excess_leaves_the_ratio_open(tmp_path):
+    ratio = known_entropy.excess_ratio(study_of(tmp_path, {"bf16": 0.001, "mxfp4": 0.3}), arm="mxfp4")
+    assert (ratio.low, ratio.high) == (-float("inf"), float("inf")) and "beyond doubt" in ratio.note
+
+
 def test_entropy_and_irreducible_loss_agree_within_sampling(tmp_path):
     study = study_of(tmp_path, {"bf16": 0.2})
     assert known_entropy.irreducible(study).mean() == pytest.approx(known_entropy.entropy(study), abs=0.15)

@@ -107,8 +107,8 @@ def test_remaining_gap(tmp_path):
     assert (
         effect.value == pytest.approx(0.03 / 0.11, rel=1e-6) and effect.low < effect.value < effect.high < 0.5
     )
-    behind = metrics.remaining_gap(study, arm="mxfp4", against="fp8")  # a gap of zero has no share
-    assert math.isnan(behind.value) or behind.high == math.inf
+    with pytest.raises(NoEffect, match="fp8 ends where fp8 does: there is no gap to have a share of"):
+        metrics.remaining_gap(study, arm="mxfp4", against="fp8")
 
 
 def test_published_order(tmp_path):
@@ -240,3 +240,46 @@ def test_roughness_needs_seeds_and_curves_that_differ(tmp_path):
         metrics.roughness(study_of(tmp_path / "a", {"fp8": 1.0, "mxfp4": 1.1}, seeds=(0,)), arm="mxfp4")
     with pytest.raises(NoEffect, match="differ by nothing"):
         metrics.roughness(study_of(tmp_path / "b", {"fp8": 1.0, "mxfp4": 1.1}), arm="mxfp4")
+
+
+def test_a_reference_that_diverged_has_no_loss_where_it_did_not_get(tmp_path):
+    store = fill(Store(tmp_path), {"fp8": lambda seed: math.inf if seed == 1 else 1.0, "mxfp4": 1.1})
+    (study,) = studies(store.load())
+    (calm,) = studies([r for r in study.records if r.config.seed != 1])
+    assert metrics.target_loss(study, "fp8", 0.7) == metrics.target_loss(calm, "fp8", 0.7)
+    assert "fp8 diverged in seed 1" in metrics.overhead(study, arm="mxfp4").note
+    (gone,) = studies(fill(Store(tmp_path / "gone"), {"fp8": math.inf, "mxfp4": 1.1}).load())
+    with pytest.raises(NoEffect, match="no run of fp8 gets to 0.7 of its budget"):
+        metrics.overhead(gone, arm="mxfp4")
+
+
+def test_a_reference_that_was_never_evaluated_is_left_out(tmp_path):
+    study = study_of(tmp_path, {"fp8": 1.0, "mxfp4": 1.1})
+    study.arms["fp8"][1].curve["eval_loss"] = math.nan
+    assert metrics.overhead(study, arm="mxfp4").seeds == (0, 2)
+
+
+def test_an_end_to_end_speed_is_inside_its_interval_when_two_seeds_allow_any_overhead(tmp_path):
+    """One of the two diverged late: Student's interval of the other bounds reaches below no tokens at all."""
+    store = Store(tmp_path)
+    for seed in range(2):
+        put(store, config("fp8", seed))
+        put(store, config("mxfp4", seed), slowdown=1.05 + 0.25 * seed, diverged_at=950 if seed else None)
+    (study,) = studies(store.load())
+    assert metrics.overhead(study, arm="mxfp4").low == -1
+    effect = metrics.end_to_end(study, arm="mxfp4")
+    assert effect.low < effect.value < effect.high == math.inf
+
+
+def test_losses_and_tokens_that_no_float_holds(tmp_path):
+    store = Store(tmp_path)
+    for seed in range(2):
+        put(store, config("fp8", seed), slowdown=1 + seed)
+        put(store, config("mxfp4", seed), slowdown=1.3, offset=900 * seed)
+    (study,) = studies(store.load())
+    effect = metrics.perplexity_increase(study, arm="mxfp4", against="fp8")
+    assert (effect.low, effect.high) == (-1, math.inf)
+    table = {"mxfp4": 0.1, "fp8": 0.0}
+    few = fill(Store(tmp_path / "few"), {"fp8": 1.0, "mxfp4": lambda seed: (0.4, 1.1)[seed]}, seeds=(0, 1))
+    with np.errstate(all="raise", under="ignore"):
+        assert np.isfinite(metrics._noisy(studies(few.load())[0], table, "fp8", 3.8, (0, 1))).all()
