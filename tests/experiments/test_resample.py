@@ -148,7 +148,7 @@ def test_noise_of_means_has_students_spread():
     (one, other) = resample.run_noise(table, ["arm0", "another"])
     found = resample.scatter(table)
     assert found.freedom == 15 and not found.apart
-    low, high = resample.interval(one - other)
+    low, high = resample.interval(one - other)  # of an arm and one that is not in the table: the pool's
     assert high == pytest.approx(2.131 * found.sd * math.sqrt(2 / 4), rel=0.03) and low == pytest.approx(-high, rel=0.05)
     assert resample.run_noise(table[:1], ["arm0"]) is None and resample.run_noise(table[[0]], ["arm0"]) is None
     assert resample.run_noise(table[:0], ["arm0"]) is None
@@ -171,20 +171,28 @@ def test_one_wild_arm_of_four_is_found():
     assert set(found.apart) == {"arm2"} and found.sd < 0.003
 
 
-def test_no_interval_is_made_from_less_scatter_than_its_own_arms_show():
-    """An arm of three times the others' scatter, too little for a test to find in three seeds: 400 made-up studies."""
-    rng, inside, apart = np.random.default_rng(9), 0, 0
-    for _ in range(400):
-        table = table_of(rng.normal(0, 1, (10, 3)) * np.array([3] + [1] * 9)[:, None])
-        (ours, theirs), d = resample.run_noise(table, ["arm0", "arm5"]), table.loc["arm0"] - table.loc["arm5"]
+@pytest.mark.parametrize(
+    "arms, seeds, times, least", [(45, 3, 1.0, 0.95), (45, 3, 2.0, 0.91), (10, 3, 3.0, 0.87), (8, 2, 1.0, 0.95), (8, 2, 2.0, 0.91), (2, 3, 1.0, 0.92)]
+)
+def test_intervals_are_right_as_often_as_they_say(arms, seeds, times, least):
+    """600 made-up studies; an arm that scatters `times` as much as the others, too little for a test to find."""
+    rng, inside = np.random.default_rng(9), 0
+    for _ in range(600):
+        table = table_of(rng.normal(0, 1, (arms, seeds)) * np.array([times] + [1] * (arms - 1))[:, None])
+        (ours, theirs), d = resample.run_noise(table, ["arm0", "arm1"]), table.loc["arm0"] - table.loc["arm1"]
         low, high = resample.interval(d.mean() + ours - theirs)
-        inside, apart = inside + (low <= 0 <= high), apart + bool(resample.scatter(table).apart)
-    assert inside / 400 > 0.91 and apart / 400 < 0.5
+        inside += low <= 0 <= high
+    assert inside / 600 > least
+
+
+def test_a_comparison_weighs_its_own_scatter_against_the_pool():
+    """Closed form: own 2 degrees of freedom, the pool's count as 2, so Student's with 4."""
     values = np.random.default_rng(10).normal(0, 0.01, (10, 3))
     values[:2] = [[0, 0.05, 0], [0, 0, 0.03]]
     found, (ours, theirs) = resample.scatter(table_of(values)), resample.run_noise(table_of(values), ["arm0", "arm1"])
-    own = 4.303 * (values[0] - values[1]).std(ddof=1) / math.sqrt(3)
-    assert not found.apart and resample.interval(ours - theirs)[1] == pytest.approx(own, rel=0.06)
+    own = (values[0] - values[1]).var(ddof=1) / 2
+    half = 2.776 * math.sqrt((2 * own + 2 * found.sd**2) / 4 * 2 / 3)
+    assert not found.apart and resample.interval(ours - theirs)[1] == pytest.approx(half, rel=0.04)
 
 
 def test_arms_that_hardly_train_do_not_widen_the_intervals_of_others():
