@@ -97,16 +97,6 @@ def outcome_text(study: Study, arm: str) -> str:
     return ", ".join(parts) or "not run"
 
 
-def _try(metric: str, study: Study, **arguments) -> Effect | None:
-    """The effect; None where an arm has no records or they cannot answer."""
-    if not set(metrics.arms_of(metric, arguments)) <= study.arms.keys():
-        return None
-    try:
-        return metrics.METRICS[metric](study, **arguments)
-    except NoEffect:
-        return None
-
-
 def _overhead_text(effect: Effect | None) -> str:
     if effect is None:
         return "–"
@@ -146,7 +136,7 @@ def table1_frame(study: Study, *, ats: Sequence[float] = (0.5, 0.7, 0.85)) -> pd
     rows = []
     for row in published.table1().itertuples():
         read = columns(study, ats).items()
-        ours = {name: _overhead_text(_try("overhead", study, arm=row.recipe, at=at)) for name, at in read}
+        ours = {name: _overhead_text(metrics.attempt("overhead", study, arm=row.recipe, at=at)) for name, at in read}
         ends = _ends(study, row.recipe, {"FP8": "fp8"})
         rows.append({"scope": row.scope, "stabiliser": row.stabiliser, "P1": row.text, **ours, **ends})
     return pd.DataFrame(rows)
@@ -158,7 +148,7 @@ def arms_frame(study: Study, arms: Sequence[str], *, ats: Sequence[float] = (0.5
     for arm in arms:
         if arm in study.arms:
             read = columns(study, ats).items()
-            ours = {name: _overhead_text(_try("overhead", study, arm=arm, at=at)) for name, at in read}
+            ours = {name: _overhead_text(metrics.attempt("overhead", study, arm=arm, at=at)) for name, at in read}
             rows.append({"arm": arm, **ours, **_ends(study, arm, {"FP8": "fp8", "BF16": "bf16"})})
     return pd.DataFrame(rows)
 
@@ -166,7 +156,7 @@ def arms_frame(study: Study, arms: Sequence[str], *, ats: Sequence[float] = (0.5
 def _ends(study: Study, arm: str, references: dict[str, str]) -> dict:
     found = {}
     for name, against in references.items():
-        effect = _try("loss_difference", study, arm=arm, against=against)
+        effect = metrics.attempt("loss_difference", study, arm=arm, against=against)
         found[f"nats over {name}"] = effect_text(effect, unit=False) if effect else "–"
     return {**found, "outcome": outcome_text(study, arm)}
 
@@ -201,7 +191,7 @@ def scatter_text(study: Study, *, reference: str = "fp8") -> str:
     if share > 0.7:
         text += (
             f" {share:.0%} of that variance is of `{arm}`. So few arms and seeds cannot tell whether it scatters more than the others "
-            "(Cochran's test at 1 %), so the intervals of all are as wide as if they scattered alike."
+            "(Cochran's test at 1 %), so it stays among them and makes the intervals of all wider."
         )
     return text
 
@@ -253,7 +243,7 @@ def overhead_points(study: Study, *, at: float = metrics.AT) -> pd.DataFrame:
                 "reached": finite,
             }
         )
-        effect = _try("overhead", study, arm=row.recipe, at=at)
+        effect = metrics.attempt("overhead", study, arm=row.recipe, at=at)
         if effect is not None:
             reached = not metrics.is_bound(effect)
             low, high = percent_ends(effect, at)
@@ -279,7 +269,7 @@ def disagreement_frame(
     for rule in rules:
         for suffix, rounding in ROUNDINGS.items():
             arm = rule_arm(rule, suffix)
-            effect = _try("loss_difference", study, arm=arm, against=reference)
+            effect = metrics.attempt("loss_difference", study, arm=arm, against=reference)
             if effect is not None:
                 whose = {"rule": rule, "rounding": rounding, "arm": arm}
                 rows.append({**whose, **_span(effect), "outcome": outcome_text(study, arm)})
@@ -291,7 +281,7 @@ def gap_frame(study: Study, arms: Sequence[str], *, reference: str = "bf16") -> 
     """arm, difference (final loss to the reference, nats), low, high, seeds, outcome, text; arms with records."""
     rows = []
     for arm in arms:
-        effect = _try("loss_difference", study, arm=arm, against=reference) if arm != reference else None
+        effect = metrics.attempt("loss_difference", study, arm=arm, against=reference) if arm != reference else None
         if effect is not None:
             rows.append({"arm": arm, **_span(effect), "outcome": outcome_text(study, arm)})
     return pd.DataFrame(rows, columns=["arm", *_SPAN, "outcome"])
@@ -325,7 +315,7 @@ def target_frame(
     rows = []
     for arm in (a for a in arms if a != reference and not study.diverged(a)):
         for at in ats:
-            e = _try("overhead", study, arm=arm, reference=reference, at=at)
+            e = metrics.attempt("overhead", study, arm=arm, reference=reference, at=at)
             if e is not None and not metrics.is_bound(e):
                 low, high = percent_ends(e, at)
                 rows.append({"arm": arm, "at": 100 * at, "overhead": 100 * e.value, "low": low, "high": high})
@@ -340,7 +330,7 @@ def sr_by_shape_frame(study: Study) -> pd.DataFrame:
     }  # fmt: skip
     rows = []
     for shape, (arm, against) in pairs.items():
-        effect = _try("loss_difference", study, arm=arm, against=against)
+        effect = metrics.attempt("loss_difference", study, arm=arm, against=against)
         if effect is not None:
             rows.append({"shape": shape, "with": arm, "without": against, "cost": effect_text(effect, unit=False)})
     return pd.DataFrame(rows, columns=["shape", "with", "without", "cost"])

@@ -14,6 +14,7 @@ from mxfp4.experiments.charts import CUT, DIVERGING, PALETTE, cut
 TOTAL = 600
 """Pixels that the facets of a row share."""
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3])
+"""Of the blocks of a model: pixels drawn and left out."""
 
 
 def by_layer(

@@ -349,3 +349,13 @@ def arms_of(metric: str, arguments: dict) -> tuple[str, ...]:
     for value in given.values():
         names += [value] if isinstance(value, str) else value if isinstance(value, Iterable) else []
     return tuple(dict.fromkeys(names))
+
+
+def attempt(metric: str, study: Study, **arguments) -> Effect | None:
+    """The effect; None where an arm has no records or they cannot answer."""
+    if not set(arms_of(metric, arguments)) <= study.arms.keys():
+        return None
+    try:
+        return METRICS[metric](study, **arguments)
+    except NoEffect:
+        return None

@@ -179,14 +179,13 @@ def package_fingerprint() -> str:
 
 def records_fingerprint() -> str:
     """SHA-256s of the records of every scale, which a chapter may set side by side, of benchmarks and of pilots."""
-    root = runs_dir() / "records"
-    hashes = [_hash_files(root, sorted(root.glob("*/*/record.json")))]
+    hashes = [records_of("*")]
     hashes += [_hash_files(folder, sorted(folder.glob("*.json"))) for folder in (bench_dir(), pilot_dir())]
     return "".join(hashes)
 
 
 def records_of(scale: str) -> str:
-    """SHA-256 of the records of one scale, which tells the site whether some came or went after a run."""
+    """SHA-256 of the records of one scale, or of all ("*"): whether some came or went since."""
     root = runs_dir() / "records"
     return _hash_files(root, sorted(root.glob(f"{scale}/*/record.json")))
 

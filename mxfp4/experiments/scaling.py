@@ -41,12 +41,11 @@ def size_frame(
                 continue
             row = {"parameters": study.parameters, "size": count(study.parameters), "arm": arm}
             for name, factor, metric, options in (
-                ("gap", 1, metrics.loss_difference, {"against": reference}),
-                ("overhead", 100, metrics.overhead, {"reference": reference, "at": at}),
+                ("gap", 1, "loss_difference", {"against": reference}),
+                ("overhead", 100, "overhead", {"reference": reference, "at": at}),
             ):
-                try:
-                    e = metric(study, arm=arm, **options)
-                except NoEffect:
+                e = metrics.attempt(metric, study, arm=arm, **options)
+                if e is None:
                     continue
                 ends = percent_ends(e, at) if name == "overhead" else _ends(e)
                 row |= {name: factor * e.value, f"{name}_low": ends[0], f"{name}_high": ends[1]}

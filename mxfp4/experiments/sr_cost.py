@@ -12,8 +12,9 @@ import pandas as pd
 
 from mxfp4.experiments import metrics
 from mxfp4.experiments.claims import effect_text
-from mxfp4.experiments.curves import ROUNDINGS, RULES, rule_arm
-from mxfp4.experiments.effect import Effect, NoEffect
+from mxfp4.experiments.curves import ROUNDINGS, RULES
+from mxfp4.experiments.effect import Effect
+from mxfp4.experiments.plan import rule_arm
 from mxfp4.experiments.study import Study
 
 CLIPPING = ("floor", "even")
@@ -56,13 +57,7 @@ def sr_cost_text(study: Study, *, rules: Sequence[str] = RULES) -> str:
 
 
 def _cost(study: Study, rule: str, suffix: str, against: str) -> Effect | None:
-    arms = {"arm": rule_arm(rule, suffix), "against": rule_arm(rule, against)}
-    if not set(arms.values()) <= study.arms.keys():
-        return None
-    try:
-        return metrics.loss_difference(study, **arms)
-    except NoEffect:
-        return None
+    return metrics.attempt("loss_difference", study, arm=rule_arm(rule, suffix), against=rule_arm(rule, against))
 
 
 def _signs(effects: dict[str, Effect]) -> str:

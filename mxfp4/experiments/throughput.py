@@ -56,7 +56,7 @@ def recorded(study: Study, arms: Sequence[str]) -> pd.DataFrame:
         rates = [r.timings.get("tokens_per_second") for r in records]
         rates = [rate for rate in rates if rate]
         if rates:
-            effect = _try(metrics.throughput_ratio, study, arm=arm, against=REFERENCE) if study.path == NATIVE else None
+            effect = metrics.attempt("throughput_ratio", study, arm=arm, against=REFERENCE) if study.path == NATIVE else None
             rows.append({
                 "arm": arm, "seeds": len(rates), "alone": sum(not math.isnan(metrics.speed(r)) for r in records),
                 "step": study.config.tokens_per_step / float(np.mean(rates)), "tokens_per_second": float(np.mean(rates)),
@@ -155,11 +155,11 @@ def gated_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _ours(study: Study, arm: str, at: float) -> list[dict]:
-    effect = _try(metrics.overhead, study, arm=arm, reference=REFERENCE, at=at)
+    effect = metrics.attempt("overhead", study, arm=arm, reference=REFERENCE, at=at)
     if effect is None:
         return []
     rows = []
-    own = _try(metrics.measured_end_to_end, study, arm=arm, at=at) if study.path == NATIVE else None
+    own = metrics.attempt("measured_end_to_end", study, arm=arm, at=at) if study.path == NATIVE else None
     if own is not None:
         speed = metrics.throughput_ratio(study, arm=arm, against=REFERENCE)
         rows.append(_row(f"ours, scale {study.scale}", arm, speed.value, effect, "step speed and overhead measured", own))
@@ -178,15 +178,6 @@ def _row(source: str, arm: str, speed: float, o: Effect, basis: str, end: Effect
         "source": source, "arm": arm, "step_speed": speed, "overhead": o.value, "low": o.low, "high": o.high,
         "end_to_end": value, "e_low": low, "e_high": high, "stated": math.nan, "basis": basis,
     }  # fmt: skip
-
-
-def _try(metric, study: Study, **arguments) -> Effect | None:
-    if not set(metrics.arms_of(metric.__name__, arguments)) <= study.arms.keys():
-        return None
-    try:
-        return metric(study, **arguments)
-    except NoEffect:
-        return None
 
 
 def step_chart(frame: pd.DataFrame, machine: str, *, title: str) -> alt.LayerChart:

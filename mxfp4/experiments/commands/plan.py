@@ -24,8 +24,8 @@ def run(args: argparse.Namespace) -> int:
 
     plan, store = chosen_plan(args), Store()
     status = plan.status(store, args.device or (None if plan.scale.name == "cpu" else "cuda"))
-    measured_on = {r.machine["device"] for r in store.load(plan.scale.name)}
-    what = measured_on.pop() if len(measured_on) == 1 else "device"
+    devices = {r.machine["device"] for r in store.load(plan.scale.name)}
+    device = devices.pop() if len(devices) == 1 else "device"
     width = max(len(a.config.recipe) for a in status)
     own = plan.scale.config("bf16", 0)
     for arm in status:
@@ -37,13 +37,13 @@ def run(args: argparse.Namespace) -> int:
         by_config = {a.config: a for a in status}
         for name in parts:
             arms = chosen_plan(args, name).arms
-            print(f"{name:<12}  {_summary([by_config[a] for a in arms], what)}")
+            print(f"{name:<12}  {_summary([by_config[a] for a in arms], device)}")
     counts = Counter("done" if a.done else "begun" if a.step else "missing" for a in status)
     tokens = sum((a.config.steps - a.step) * a.config.tokens_per_step for a in status if not a.done)
     done = f"{counts['done']} of {len(status)} arms done, {counts['begun']} begun"
     print(f"\n{args.plan} at scale {args.scale}: {done}")
     if tokens:
-        print(f"left: {tokens:,} training tokens, {_cost([a for a in status if not a.done], what)}")
+        print(f"left: {tokens:,} training tokens, {_cost([a for a in status if not a.done], device)}")
         print(f"`{_train_command(args)}` trains them")
     return 0
 
@@ -86,14 +86,14 @@ def setting_text(config, own) -> str:
     return f"[{', '.join(parts)}]" if parts else ""
 
 
-def _summary(arms: list, what: str) -> str:
+def _summary(arms: list, device: str) -> str:
     left = [a for a in arms if not a.done]
     done = f"{len(arms) - len(left):>3} of {len(arms):>3} arms done"
-    return f"{done}, {_cost(left, what)}" if left else done
+    return f"{done}, {_cost(left, device)}" if left else done
 
 
-def _cost(left: list, what: str) -> str:
-    """what: the device that speeds were measured on."""
+def _cost(left: list, device: str) -> str:
+    """device: what speeds were measured on."""
     from mxfp4.experiments.plan import BASES
     from mxfp4.experiments.progress import duration
 
@@ -102,7 +102,7 @@ def _cost(left: list, what: str) -> str:
     if known:
         by = Counter(a.basis for a in known)
         rests = ", ".join(f"{by[basis]} by {basis}" for basis in BASES if by[basis])
-        parts.append(f"about {duration(sum(a.seconds for a in known))} of one {what} from measured speeds ({rests})")
+        parts.append(f"about {duration(sum(a.seconds for a in known))} of one {device} from measured speeds ({rests})")
     if len(known) < len(left):
         parts.append(f"{len(left) - len(known)} arms not measured yet: no record of such a model at this scale")
     return ", and ".join(parts)
