@@ -14,7 +14,7 @@ import pandas as pd
 from mxfp4.errors import UserError
 from mxfp4.experiments import metrics, published, resample
 from mxfp4.experiments.claims import effect_text
-from mxfp4.experiments.effect import Effect, NoEffect
+from mxfp4.experiments.effect import Effect
 from mxfp4.experiments.plan import ROUNDINGS as SUFFIXES
 from mxfp4.experiments.plan import rule_arm
 from mxfp4.experiments.study import Study

@@ -18,7 +18,7 @@ from mxfp4.experiments import metrics, resample
 from mxfp4.experiments.charts import PALETTE
 from mxfp4.experiments.claims import effect_text
 from mxfp4.experiments.curves import percent_ends
-from mxfp4.experiments.effect import Effect, NoEffect, estimate, last_losses
+from mxfp4.experiments.effect import Effect, estimate, last_losses
 from mxfp4.experiments.efficiency import DRAWS
 from mxfp4.experiments.findings import Finding
 from mxfp4.experiments.study import Study, count

@@ -17,7 +17,7 @@ import pandas as pd
 from mxfp4.experiments import efficiency, kernel_tables, logs, metrics, published
 from mxfp4.experiments.bench import bench_name
 from mxfp4.experiments.charts import PALETTE
-from mxfp4.experiments.effect import Effect, NoEffect
+from mxfp4.experiments.effect import Effect
 from mxfp4.experiments.study import Study
 
 REFERENCE = "fp8"
