@@ -63,7 +63,7 @@ def train_arm(
             if first and store.get(config, device):
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / AGAIN).touch()
-            probe = Probe() if config.probe_steps else None
+            probe = Probe() if config.probe_steps or config.light_probe_steps else None
             result = train(
                 config, corpus=corpus, device=device, checkpoint_dir=folder, on_step=on_step, probe=probe,
                 progress=False, stop=stop, **execution,

@@ -99,6 +99,29 @@ def gradients(
     return found
 
 
+def product_of_halves(
+    model: nn.Module, batch: Tensor, step: int, whole: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """{parameter: inner product, 0-d, of its BF16 gradients on the first and the second half of `batch`}.
+
+    Its expectation over batches is the squared norm of the mean gradient, because the halves are independent. `whole`
+    is the BF16 gradient on `batch`, of which the second half is what the first leaves: one backward pass of half a
+    batch. A batch of one sequence gives {}. A parameter that the first half does not reach (an expert that was not
+    chosen) has gradient 0 there. With experts the load-balance loss, which is no mean over sequences, makes the second
+    half approximate. For use inside `untouched`.
+    """
+    n, half = len(batch), len(batch) // 2
+    if not half:
+        return {}
+    first = gradients(model, batch[:half], step, "bf16")
+    zero = torch.zeros((), device=batch.device)
+    weight = half / n
+    return {
+        name: ((g - weight * first[name]) * first[name]).sum() / (1 - weight) if name in first else zero
+        for name, g in whole.items()
+    }
+
+
 @contextmanager
 def capturing(layers: dict[str, MXFP4Linear]) -> Iterator[dict[str, Captured]]:
     """Record X, W and G of `layers` in the forward and backward that run inside; the dict is filled on leaving.

@@ -38,6 +38,11 @@ PATTERNS = {
     ("", "dw", "pattern_next"): "error of the whole gradient, t and t + 1",
 }
 
+ERROR_PARTS = {"split_scale": "scale", "split_dead": "dead zone", "split_grid": "grid"}
+"""The parts of an operand's squared error: see `error_split`."""
+NOISE_THRESHOLD = math.sqrt(3)
+"""Gradient over quantization noise below which training in FP4 becomes less effective (arXiv 2505.19115)."""
+
 
 def select(
     frame: pd.DataFrame,
@@ -173,6 +178,29 @@ def bias_and_noise(rows: pd.DataFrame) -> pd.DataFrame:
     table = rows.pivot_table(index=keys, columns="metric", values="value", sort=False).reset_index()
     table["random"] = (table["error"] ** 2 - table["systematic"] ** 2).clip(lower=0) ** 0.5
     return table[[*keys, "error", "systematic", "random", "bias", "cosine"]]
+
+
+def error_parts(frame: pd.DataFrame, arm: str, recipes: Iterable[str] | None = None, layers: str = "*") -> pd.DataFrame:
+    """recipe, what, part, value: the mean over layers and steps of each of the ERROR_PARTS, as a share of the operand's
+    squared norm; the three parts of a tensor add up to its mean squared `error`. recipes as in `select`."""
+    rows = select(frame, ERROR_PARTS, arm=arm, recipes=recipes, what=OPERANDS, layers=layers)
+    table = summary(rows.assign(part=rows["metric"].map(ERROR_PARTS)), ["recipe", "what", "part"])
+    return table.rename(columns={"mean": "value"})[["recipe", "what", "part", "value"]]
+
+
+def gradient_to_noise(
+    frame: pd.DataFrame, arm: str, recipe: str | None = None, metric: str = "gradient_to_noise"
+) -> pd.DataFrame:
+    """step, whole (all parameters), lowest, highest (over layers), below (share of the layers under NOISE_THRESHOLD):
+    means over seeds, steps in order. recipe: None is the arm's own. metric: that or "gradient_to_noise_mean"."""
+    recipes = None if recipe is None else [recipe]
+    whole, layers = (
+        select(frame, metric, arm=arm, recipes=recipes, layers=which).groupby(by, as_index=False)["value"].mean()
+        for which, by in (("all", ["step"]), ("*", ["step", "layer"]))
+    )
+    layers = layers.assign(under=layers["value"] < NOISE_THRESHOLD).groupby("step", as_index=False)
+    table = layers.agg(lowest=("value", "min"), highest=("value", "max"), below=("under", "mean"))
+    return whole.rename(columns={"value": "whole"}).merge(table, on="step").sort_values("step", ignore_index=True)
 
 
 def loss_gaps_by_seed(study: Study, reference: str = "bf16") -> pd.DataFrame:

@@ -16,6 +16,7 @@ Metrics of an operand t (tensor "x", "w", "g" of a GEMM), in the basis that the 
 | kurtosis                  | mean over blocks of 32 of mean(t^4) / mean(t^2)^2 (2.8 for Gaussian blocks) |
 | peak                      | mean over blocks of largest magnitude / root mean square (1 to sqrt(32))    |
 | kurtosis_before, peak_before | the same before the rotation, where there is one                         |
+| split_scale, split_dead, split_grid, dead_share | parts of error^2 of an FP4 operand: see `error_split`  |
 
 Metrics of a product ("y", "dx", "dw") against the product of the unquantized tensors, r: `error`, `bias` as above;
 `cosine`; `systematic`, the norm of the error's expectation over the recipe's random numbers, over the norm of r (equal
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mxfp4.experiments.error_split import has_split, split, split_all
 from mxfp4.numerics import ops
 from mxfp4.numerics.formats import BLOCK, e8m0_value, elem_format
 from mxfp4.numerics.kernels.quantize_torch import block_amax, spread
@@ -150,8 +152,10 @@ def operand_rows(layer: Captured, recipe: Recipe, seed: Tensor | None, made: dic
         t, axis, stream = getattr(layer, name), AXES[gemm, name], STREAMS[gemm, name]
         basis = in_basis(t, op, axis, seed, stream)
         found = _error(values(made[gemm, name]), basis)
-        if op.is_mx and not (recipe.requantize and gemm != "fprop" and name != "g"):
+        if op.is_mx and not _quantized_again(recipe, gemm, name):
             found["clipped"] = _clipped(basis, op)
+        if has_split(op) and not _quantized_again(recipe, gemm, name):
+            found |= split(values(made[gemm, name]), basis, op)
         found |= _blocks(basis)
         if op.hadamard is not None:
             before = _blocks(oriented(t.float(), axis))
@@ -161,12 +165,32 @@ def operand_rows(layer: Captured, recipe: Recipe, seed: Tensor | None, made: dic
 
 
 @torch.no_grad()
+def split_rows(layer: Captured, recipe: Recipe, seed: Tensor | None) -> Rows:
+    """The metrics of `error_split` for the FP4 operands of `recipe` (of one layer: no overrides).
+
+    Operands that `requantize` makes from quantized ones are left out.
+    """
+    by_key = recipe.operands()
+    keys = [key for key, op in by_key.items() if has_split(op) and not _quantized_again(recipe, *key)]
+    if not keys:
+        return {}
+    made = prepared(layer, recipe, seed)
+    bases = [in_basis(getattr(layer, key[1]), by_key[key], AXES[key], seed, STREAMS[key]) for key in keys]
+    found = split_all([(values(made[key]), basis, by_key[key]) for key, basis in zip(keys, bases, strict=True)])
+    return {(*key, metric): value for key, parts in zip(keys, found, strict=True) for metric, value in parts.items()}
+
+
+@torch.no_grad()
 def rule_rows(layer: Captured, op: Operand) -> Rows:
-    """error, bias, clipped and flushed of each tensor in each GEMM under one unrotated MX `op`, rounded to nearest."""
+    """error, bias, clipped, flushed and the split of each tensor in each GEMM under one MX `op`.
+
+    `op` is unrotated and rounds to nearest.
+    """
     rows: Rows = {}
     for (gemm, name), axis in AXES.items():
         t = oriented(getattr(layer, name).float(), axis).contiguous()
-        found = _error(values(quantized_operand(t, op, -1, None, 0)), t) | {"clipped": _clipped(t, op)}
+        q = values(quantized_operand(t, op, -1, None, 0))
+        found = _error(q, t) | {"clipped": _clipped(t, op)} | (split(q, t, op) if has_split(op) else {})
         rows |= {(gemm, name, metric): value for metric, value in found.items()}
     return rows
 
@@ -242,6 +266,11 @@ def _error(q: Tensor, t: Tensor) -> dict[str, Tensor]:
     nonzero = t != 0
     flushed = (nonzero & (q == 0)).float().sum() / nonzero.sum()
     return {k: v for k, v in compare(q, t).items() if k != "cosine"} | {"flushed": flushed}
+
+
+def _quantized_again(recipe: Recipe, gemm: str, name: str) -> bool:
+    """Whether this operand is quantized from what the forward quantized already."""
+    return recipe.requantize and gemm != "fprop" and name != "g"
 
 
 def _clipped(basis: Tensor, op: Operand) -> Tensor:

@@ -15,6 +15,8 @@ first, seeds last, so a plan that is cut short has all arms of the first seed.
 | moe          | does P2's recipe do for a mixture of experts what it does for a dense model           |
 | synthetic    | how much of an arm's loss is its own: a source of known entropy                       |
 | all          | those that the scale is for, in this order                                            |
+
+At scale gpu also "study", the registered study, and its parts by name (`study_arms`).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from dataclasses import dataclass, replace
 from mxfp4.errors import UserError
 from mxfp4.experiments.scales import Scale, get_scale
 from mxfp4.experiments.store import Record, Store
+from mxfp4.experiments.study_arms import ORDER, study_arms, study_parts
 from mxfp4.training import checkpoint
 from mxfp4.training.config import ModelConfig, TrainConfig
 
@@ -102,10 +105,15 @@ def plans_of(scale: Scale) -> tuple[str, ...]:
 
 def parts_of(name: str, scale: Scale) -> tuple[str, ...]:
     """The plans that `name` stands for: those of `all`, or itself. UserError lists the known names."""
+    if scale.name == "gpu" and name in study_parts():
+        return (name,)
+    if scale.name == "gpu" and name == "study":
+        return ORDER
     if name == "all":
         return LAPTOP if scale.name == "cpu" else plans_of(scale)
     if name not in plans_of(scale):
-        known = ", ".join([*plans_of(scale), "all"])
+        own = ["study", *study_parts()] if scale.name == "gpu" else []
+        known = ", ".join([*plans_of(scale), *own, "all"])
         raise UserError(f"unknown plan {name!r} at scale {scale.name!r}; known: {known}")
     return (name,)
 
@@ -127,6 +135,11 @@ def plan(
     known = SMALL if scale.name == "cpu" else FULL
     wanted: dict[TrainConfig, None] = {}
     for part in parts_of(name, scale):
+        if scale.name == "gpu" and part in study_parts():
+            for config in study_arms(part):
+                if (recipes is None or config.recipe in recipes) and (seeds is None or config.seed in seeds):
+                    wanted.setdefault(replace(config, **overrides))
+            continue
         for seed in seeds if seeds is not None else scale.seeds_of(part):
             for setting in scale.settings_of(part):
                 own = {k: v for k, v in setting.items() if k == "corpus"}  # its model has the vocabulary of that one

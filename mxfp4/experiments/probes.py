@@ -13,6 +13,8 @@ is of (tables in `operands` and `transposition`). On top of those:
 |----------------|-----------------------|-------------------------------------------------------------------------|
 | "", "dw"       | error, cosine, bias   | the weight's whole gradient against a BF16 backward, same weights, batch|
 | "", "dw"       | systematic, pattern_redraw | as for products, between two draws of the recipe's random numbers  |
+| "", "dw"       | gradient_to_noise     | norm of the BF16 gradient over the norm of its error: 1 / error         |
+| "", "dw"       | gradient_to_noise_mean | the same, with the norm of the mean gradient, estimated (see below)    |
 | fprop, dgrad "w" | pattern_next        | cosine of the error of Q(W), unrotated, at step t and at t + 1          |
 | fprop, dgrad "w" | pattern_redraw      | the same between two draws at one step: only randomness differs         |
 | wgrad "dw"     | pattern_next          | cosine of Wgrad's own error at step t and at t + 1                      |
@@ -22,6 +24,23 @@ is of (tables in `operands` and `transposition`). On top of those:
 The first step of a pair gives the statistics, the second (t + 1, seen by the same object) the `pattern_next` rows. A
 run that was resumed between the two treats the second as a first one. Of a recipe with Quartet's forward only the whole
 gradient is measured.
+
+**Gradient to noise.** "FP4 All the Way" (Chmiel et al., arXiv 2505.19115) finds that training in FP4 becomes less
+effective once the norm of the gradient falls below about sqrt(3) times its quantization noise. Here the noise is the
+whole error, dW under the recipe less dW under BF16: one draw of the recipe's random numbers, bias included, errors that
+other layers pass on included. Both gradients have the same weights and the same sequences: at most `max_tokens` of the
+step's batch, which need not be all of it. Two numerators:
+
+- `gradient_to_noise`: the norm of these sequences' BF16 gradient r. It is larger than the norm of the mean gradient m
+  over all data, because r has sampling noise: E|r|^2 = |m|^2 + variance / sequences. Few tokens make the ratio large.
+- `gradient_to_noise_mean`: the square root of <r1, r2>, where r1 and r2 are the BF16 gradients of the two halves of the
+  sequences. The halves are independent, so <r1, r2> estimates |m|^2 without bias. A negative product keeps its sign,
+  -sqrt(-<r1, r2>): the mean of value * |value| over steps then estimates the squared ratio, whereas the mean of the
+  values is too low. Missing where there is one sequence. With experts it is approximate, because the load-balance loss
+  is no mean over sequences.
+
+Both are of one layer's weight, or of all parameters together in the rows of layer "all" (sums of squares before the
+division). `Probe.light` gives these rows and those of `error_split` alone, for steps all through a run.
 """
 
 from __future__ import annotations
@@ -31,11 +50,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from mxfp4.experiments import operands, transposition
+from mxfp4.experiments import error_split, operands, transposition
 from mxfp4.experiments.backward import (
     capturing,
     depth,
     gradients,
+    product_of_halves,
     quantized_layers,
     recipe_of,
     untouched,
@@ -62,7 +82,7 @@ class _Seen:
 
 
 class Probe:
-    """Callable for the training loop: `probe(model, step, batch)` -> rows.
+    """Callable for the training loop: `probe(model, step, batch)` -> rows; `light` for the cheap ones alone.
 
     blocks: how many transformer blocks are looked at layer by layer, spread from the first to the last; None is
     3 on a GPU, 2 on the CPU. kinds: which of their layers, by the last part of the name; those left out resemble one
@@ -83,15 +103,29 @@ class Probe:
 
     def __call__(self, model: nn.Module, step: int, batch: Tensor) -> list[dict]:
         """Rows for `step`; `batch` is [sequences, seq + 1]. The model is as it was, apart from time passed."""
-        max_tokens, blocks, draws = (256, 2, 2) if batch.device.type == "cpu" else (8192, 3, 4)
-        batch = batch[: max((self.max_tokens or max_tokens) // (batch.shape[1] - 1), 1)]
-        layers = _chosen(model, self.blocks or blocks, self.kinds)
-        look = _Look(model, step, batch, layers, self.draws or draws)
+        look = self._look(model, step, batch)
         before = self._last if self._last is not None and self._last.step == step - 1 else None
         with untouched(model):
             look.take(before)
         self._last = look.seen
         return look.rows()
+
+    def light(self, model: nn.Module, step: int, batch: Tensor) -> list[dict]:
+        """The rows of `gradient_to_noise`, `gradient_to_noise_mean` and `error_split` alone, for a single `step`.
+
+        Arguments, layers, tokens and recipes as in a call, which leaves no trace either. A call at the first step of a
+        pair gives the same rows among others; pairs are not affected by what lies between them.
+        """
+        look = self._look(model, step, batch)
+        with untouched(model):
+            look.take_light()
+        return look.rows()
+
+    def _look(self, model: nn.Module, step: int, batch: Tensor) -> _Look:
+        max_tokens, blocks, draws = (256, 2, 2) if batch.device.type == "cpu" else (8192, 3, 4)
+        batch = batch[: max((self.max_tokens or max_tokens) // (batch.shape[1] - 1), 1)]
+        layers = _chosen(model, self.blocks or blocks, self.kinds)
+        return _Look(model, step, batch, layers, self.draws or draws)
 
 
 class _Look:
@@ -101,11 +135,14 @@ class _Look:
         self.model, self.step, self.batch, self.layers, self.draws = model, step, batch, layers, draws
         self.n_layers = depth(model)
         self.seen = _Seen(step, batch)
+        self.halves: dict[str, Tensor] = {}
         self.found: dict[tuple[str, str, str, str, str], Tensor] = {}
 
     def take(self, before: _Seen | None) -> None:
         tensors, own = self._captured(self.batch)
-        reference = gradients(self.model, self.batch, self.step, "bf16")
+        reference = self._reference(own)
+        if before is None:
+            self.halves = product_of_halves(self.model, self.batch, self.step, reference)
         names = recipes_for(self.model)
         for name in names:
             self._gradient(name, own, reference, before)
@@ -120,6 +157,39 @@ class _Look:
                 self._add("", layer.fqn, transposition.tile_rows(layer))
             if own_recipe(self.model) == "bf16":
                 self._variants(layer)
+
+    def take_light(self) -> None:
+        tensors, own = self._captured(self.batch)
+        reference = self._reference(own)
+        self.halves = product_of_halves(self.model, self.batch, self.step, reference)
+        squares = {n: (r * r).sum() for n, r in reference.items()}
+        for name in recipes_for(self.model):
+            got = self._under(name, own)
+            errors = {n: (got[n] - r).square().sum() for n, r in reference.items() if n in got}
+            self._noise(name, errors, squares)
+            for layer in tensors.values():
+                used = self._recipe(name, layer.fqn)
+                if not used.quest:
+                    self._add(name, layer.fqn, operands.split_rows(layer, used, self._seed(layer.fqn, 0)))
+
+    def _under(self, name: str, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The whole model's gradient under the recipe `name`; `own` is that of the model's own recipe."""
+        return own if name == own_recipe(self.model) else gradients(self.model, self.batch, self.step, name)
+
+    def _reference(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self._under("bf16", own)
+
+    def _noise(self, name: str, errors: dict[str, Tensor], squares: dict[str, Tensor]) -> None:
+        """Gradient to noise from {parameter: squared norm} of the gradient's error and of the BF16 gradient."""
+        layers = {fqn: [f"{fqn}.weight"] for fqn in self.layers if f"{fqn}.weight" in errors}
+        for fqn, names in (layers | {"all": list(errors)}).items():
+            error, square = (torch.stack([found[n] for n in names]).sum() for found in (errors, squares))
+            rows: Rows = {("", "dw", "gradient_to_noise"): (square / error).sqrt()}
+            if self.halves:
+                zero = torch.zeros_like(error)
+                mean = torch.stack([self.halves.get(n, zero) for n in names]).sum() / error
+                rows["", "dw", "gradient_to_noise_mean"] = mean.sign() * mean.abs().sqrt()
+            self._add(name, fqn, rows)
 
     def _captured(self, batch: Tensor) -> tuple[dict[str, Captured], dict[str, Tensor]]:
         with capturing(self.layers) as tensors:
@@ -167,12 +237,13 @@ class _Look:
             else:
                 rows = transposition.transposition_rows(layer, used, seed)
                 if used.wgrad.a.block == "2d":  # one scale for 32 tokens: what is left of G
-                    rows |= {key: row for key, row in operands.operand_rows(layer, used, seed).items() if key[1] == "g"}
+                    found = operands.operand_rows(layer, used, seed)
+                    rows |= {key: row for key, row in found.items() if key[1] == "g" or key[2] in error_split.METRICS}
             self._add(name, layer.fqn, rows)
 
     def _gradient(self, name: str, own: dict, reference: dict, before: _Seen | None) -> None:
         """The whole model's gradient under one recipe, against BF16's; experts that saw no token have none."""
-        got = own if name == own_recipe(self.model) else gradients(self.model, self.batch, self.step, name)
+        got = self._under(name, own)
         shown = {f"{fqn}.weight": fqn for fqn in self.layers}
         again = None
         if before is None and any(self._recipe(name, fqn).is_random for fqn in self.layers):
@@ -184,6 +255,7 @@ class _Look:
                 if n in sums:
                     self._add(name, fqn, _from_sums(sums[n]))
             self._add(name, "all", _from_sums(torch.stack(list(sums.values())).sum(0)))
+            self._noise(name, {n: s[0] for n, s in sums.items()}, {n: s[2] for n, s in sums.items()})
         for n in common:
             if n in shown:
                 self._pattern(name, shown[n], "", "dw", got[n] - reference[n], before)

@@ -1,16 +1,17 @@
 """The run store: one record for each arm and seed, keyed by what determines the result.
 
-    runs/records/<scale>/<run id>/   record.json, curve.parquet, probes.parquet
+    runs/records/<scale>/<run id>/   record.json, curve.parquet; where there is something to say: probes, branches,
+                                     evaluations, windows.parquet
     runs/checkpoints/<scale>/<run id>/   of a run that goes on, with its lock
     runs/weights/<scale>/<run id>/   what was trained, where it was asked for
     runs/replaced/<scale>/<run id>-1/, ...   records of arms that were then run anew
 
 The key is the SHA-256 of configuration, device type, GEMM paths and SEMANTICS_VERSION, so a record is found
 again by what it says and by nothing else, and merging two stores is copying directories. A record is
-written into a hidden folder, record.json (with the hashes of both tables) last, synced, and renamed: one
+written into a hidden folder, record.json (with the hashes of its tables) last, synced, and renamed: one
 that is half written or damaged is named in a warning and never read as whole. The tables are plain parquet
-for pandas and `datasets`; in the files each row also carries the arm (its recipe's name) and the seed, so
-that many can be read as one.
+for pandas and `datasets`; in the files each row also carries the run id, the arm (its recipe's name) and the seed, so
+that many can be read as one. No file is empty.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -43,10 +44,15 @@ from mxfp4.training.interface import TrainResult
 from mxfp4.training.paths import runs_dir
 from mxfp4.training.recipe import recipe
 
+EVALUATION_COLUMNS = ("branch", "step", "tokens", "forward", "windows", "loss", "top1", "copy_top1")
 AGAIN = "again"
 """A file beside the checkpoints of a run that has a record and is trained again for its weights."""
 FORMAT = 1
-TABLES = ("curve", "probes")
+TABLES = ("curve", "probes", "branches", "evaluations", "windows")
+"""Tables a record may have; it always has the first."""
+ABOUT_RUN = ["run_id", "arm", "seed"]
+FLOAT32 = ["train_loss", "grad_norm"]
+"""Columns that the device computes in FP32: kept so."""
 _SCALE = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 
 
@@ -79,7 +85,7 @@ class Record:
     def window_losses(self) -> list[float]:
         """Mean loss of each window of the last evaluation, nats a token; the windows of a study are the same. Empty in
         records from before it was kept."""
-        return self.data.get("window_losses", [])
+        return self.windows["own"].tolist() if "own" in self.windows else self.data.get("window_losses", [])
 
     @property
     def machine(self) -> dict:
@@ -104,10 +110,29 @@ class Record:
     @cached_property
     def probes(self) -> pd.DataFrame:
         """Tidy: step, recipe, layer, gemm, tensor, metric, value; no rows for an arm that was not probed."""
-        return self._table("probes")
+        return self._table("probes", PROBE_COLUMNS)
 
-    def _table(self, name: str) -> pd.DataFrame:
-        return pd.read_parquet(self.folder / f"{name}.parquet").drop(columns=["arm", "seed"])
+    @cached_property
+    def evaluations(self) -> pd.DataFrame:
+        """One row an evaluation and forward: see `TrainResult.evaluations`; no rows in records from before it was kept."""
+        return self._table("evaluations", EVALUATION_COLUMNS)
+
+    @cached_property
+    def branches(self) -> pd.DataFrame:
+        """branch and the columns of `curve`; no rows for a run without branches."""
+        return self._table("branches", ["branch", *self.curve.columns])
+
+    @cached_property
+    def windows(self) -> pd.DataFrame:
+        """Mean loss of each window of the evaluations that end a decay, one column a forward: see `TrainResult.windows`."""
+        return self._table("windows", [])
+
+    def _table(self, name: str, columns: Sequence[str] = ()) -> pd.DataFrame:
+        """A table of this record; without rows, and with `columns`, where the record has none of that name."""
+        if name not in self.data["sha256"]:
+            return pd.DataFrame(columns=list(columns))
+        frame = pd.read_parquet(self.folder / f"{name}.parquet").drop(columns=ABOUT_RUN, errors="ignore")
+        return frame.astype({c: "float64" for c in FLOAT32 if c in frame})
 
 
 @dataclass(frozen=True)
@@ -175,10 +200,13 @@ class Store:
         try:
             work.mkdir(parents=True)
             hashes = {}
-            for name, rows in (("curve", result.curve), ("probes", result.probes)):
-                columns = list(rows[0]) if rows else list(PROBE_COLUMNS)
-                frame = pd.DataFrame(rows, columns=columns).assign(arm=config.recipe, seed=config.seed)
-                frame.to_parquet(work / f"{name}.parquet", index=False)
+            for name, rows in zip(TABLES, _tables(result), strict=True):
+                if not len(rows):
+                    continue
+                frame = pd.DataFrame(rows)
+                frame = frame.astype({c: "float32" for c in FLOAT32 if c in frame and name != "evaluations"})
+                frame = frame.assign(run_id=self.run_id(config, device), arm=config.recipe, seed=config.seed)
+                frame.to_parquet(work / f"{name}.parquet", index=False, compression="zstd")
                 hashes[name] = _sha256(work / f"{name}.parquet")
             data = {
                 "format": FORMAT,
@@ -186,7 +214,7 @@ class Store:
                 "config": config.to_dict(),
                 "recipe": json.loads(recipe(config.recipe).to_json()),
                 "outcome": result.outcome,
-                "window_losses": [round(loss, 6) for loss in result.window_losses],
+                "window_losses": [] if result.windows else [round(loss, 6) for loss in result.window_losses],
                 "corpus": corpus,
                 "semantics_version": mxfp4.SEMANTICS_VERSION,
                 "package_version": mxfp4.__version__,
@@ -196,7 +224,7 @@ class Store:
                 "sha256": hashes,
             }
             durable.write_atomic(work / "record.json", json.dumps(data, indent=1).encode() + b"\n")
-            for name in TABLES:
+            for name in hashes:
                 _sync_file(work / f"{name}.parquet")
             self._place(work, final)
         except OSError as error:
@@ -314,6 +342,12 @@ class Store:
                 yield folder
 
 
+def _tables(result: TrainResult) -> tuple[Sequence, ...]:
+    """The rows of each of TABLES."""
+    windows = pd.DataFrame({k: pd.Series(v, dtype="float32") for k, v in result.windows.items()})
+    return result.curve, result.probes, result.branches, result.evaluations, windows
+
+
 def safe_scale(name: str) -> str:
     """`name`, if it can be a folder's name. UserError otherwise."""
     if not _SCALE.fullmatch(name):
@@ -357,7 +391,7 @@ def _read(folder: Path) -> Record | None:
             data["format"] == FORMAT
             and _key(record.config, about["device_type"], _paths_of(about), version) == record.key
         )
-        for name in TABLES:
+        for name in data["sha256"]:
             if whole:
                 problem = f"has a damaged {name}.parquet"
                 whole = _sha256(folder / f"{name}.parquet") == data["sha256"][name]

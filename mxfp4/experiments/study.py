@@ -13,10 +13,11 @@ from functools import cached_property
 
 import pandas as pd
 
+from mxfp4.experiments import stalled
 from mxfp4.experiments.store import Record
 from mxfp4.training.config import TrainConfig
 
-ARM_FIELDS = ("recipe", "seed", "probe_steps", "target_loss")
+ARM_FIELDS = ("recipe", "seed", "probe_steps", "light_probe_steps", "target_loss", "short_budgets", "decay_recipes", "final_forwards")
 """Fields of TrainConfig in which the records of a study may differ: none of them changes the data or the
 model."""
 
@@ -82,6 +83,22 @@ class Study:
         return tuple(
             s for s, r in sorted(self.arms.get(arm, {}).items()) if r.outcome["status"] == "diverged"
         )
+
+    @cached_property
+    def _reference_curve(self) -> pd.DataFrame | None:
+        gone = self.diverged(stalled.REFERENCE)
+        return stalled.mean_curve(c for seed, c in self.curves(stalled.REFERENCE).items() if seed not in gone)
+
+    def ending(self, record: Record) -> str:
+        """finished, diverged or stalled (`mxfp4.experiments.stalled`; without a BF16 run no arm is called stalled)."""
+        status = record.outcome["status"]
+        if status == "finished" and stalled.is_stalled(record.curve, self._reference_curve, self.tokens):
+            return "stalled"
+        return status
+
+    def stalled(self, arm: str) -> tuple[int, ...]:
+        """Seeds in which the arm stalled."""
+        return tuple(s for s, r in sorted(self.arms.get(arm, {}).items()) if self.ending(r) == "stalled")
 
     @cached_property
     def probes(self) -> pd.DataFrame:

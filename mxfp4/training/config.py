@@ -83,6 +83,10 @@ class ModelConfig:
         return cls(**_checked(cls, data))
 
 
+TUPLES = ("probe_steps", "light_probe_steps", "short_budgets", "decay_recipes", "eval_forwards", "final_forwards")
+"""Fields of TrainConfig that hold several values: lists in JSON."""
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """One arm with one seed. Runs are keyed by it, so it holds what determines a result and nothing else."""
@@ -135,11 +139,29 @@ class TrainConfig:
     decay_steps: int = 0
     """Steps of the whole schedule, warm-up included; 0: `steps`. MLPerf's cosine is far longer than the
     run."""
+    cooldown_steps: int = 0
+    """Last steps of the budget, in which the rate falls linearly to lr_min after a constant rate; 0: a cosine."""
+    light_probe_steps: tuple[int, ...] = ()
+    """Steps at which only the cheap part of a probe is taken."""
+    short_budgets: tuple[int, ...] = ()
+    """Shorter budgets, in steps, that are judged too: at each the run branches off into a decay of its own, of the same
+    share of its budget, and then goes on as if it had not."""
+    decay_recipes: tuple[str, ...] = ()
+    """Recipes in which a branch of the run makes the last decay, beside the run's own."""
+    eval_forwards: tuple[str, ...] = ()
+    """Recipes in whose forward each evaluation is made, beside the arm's own; then the own one rounds to nearest. Empty:
+    in the arm's own alone, with the draws it trains with."""
+    final_forwards: tuple[str, ...] = ()
+    """More of them, for the run's last evaluation."""
+    final_eval_sequences: int = 0
+    """Sequences of the evaluations that end a decay; 0: `eval_sequences`."""
 
     def __post_init__(self):
-        object.__setattr__(self, "probe_steps", tuple(self.probe_steps))
+        for name in TUPLES:
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         try:
-            recipe(self.recipe)
+            for name in (self.recipe, *self.decay_recipes, *self.eval_forwards, *self.final_forwards):
+                recipe(name)
         except ValueError as error:
             raise UserError(str(error)) from None
         _positive(
@@ -153,7 +175,7 @@ class TrainConfig:
             "lr",
             "clip",
         )
-        for name in ("seed", "warmup", "decay_steps"):
+        for name in ("seed", "warmup", "decay_steps", "cooldown_steps"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name}={getattr(self, name)} must not be negative")
         if not 0 <= self.lr_min <= self.lr:
@@ -168,6 +190,23 @@ class TrainConfig:
             )
         if self.stop_at_target and self.target_loss is None:
             raise UserError("stop_at_target=True needs a target_loss")
+        if self.cooldown_steps and self.cooldown_steps + self.warmup > self.steps:
+            raise UserError(
+                f"warmup={self.warmup} and cooldown_steps={self.cooldown_steps} do not fit into steps={self.steps}"
+            )
+        if (self.short_budgets or self.decay_recipes) and not self.cooldown_steps:
+            raise UserError("short_budgets and decay_recipes branch off into a decay: they need cooldown_steps")
+        for budget in self.short_budgets:
+            if not self.warmup < budget - self.cooldown_of(budget) < budget < self.steps:
+                raise UserError(
+                    f"short_budgets={budget} must lie below steps={self.steps}, and its decay after warmup={self.warmup}"
+                )
+        if self.final_forwards and not self.eval_forwards:
+            raise UserError("final_forwards need eval_forwards")
+        if 0 < self.final_eval_sequences < self.eval_sequences:
+            raise UserError(
+                f"final_eval_sequences={self.final_eval_sequences} must be at least eval_sequences={self.eval_sequences}"
+            )
 
     @property
     def tokens_per_step(self) -> int:
@@ -178,9 +217,13 @@ class TrainConfig:
         """Training tokens of the whole budget."""
         return self.steps * self.tokens_per_step
 
+    def cooldown_of(self, budget: int) -> int:
+        """Steps of decay at the end of a budget, `steps` or a shorter one."""
+        return round(self.cooldown_steps * budget / self.steps)
+
     def to_dict(self) -> dict:
         """Plain JSON data, every field spelled out."""
-        return {**asdict(self), "probe_steps": list(self.probe_steps)}
+        return {**asdict(self), **{name: list(getattr(self, name)) for name in TUPLES}}
 
     def key_dict(self) -> dict:
         """`to_dict` without the fields that have their default value: what a run is keyed by.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -59,6 +60,39 @@ def window_losses(
     model.train()
     values = torch.cat(losses).tolist() if losses else []
     return [value for share in ranks.gather(values) for value in share]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What one forward makes of a set of windows."""
+
+    losses: list[float]
+    """Mean loss of each window, nats a token."""
+    top1: float
+    """Share of tokens that were the most probable one."""
+    copy_top1: float
+    """The same among the tokens that a copy decides; NaN where the source does not say which those are."""
+
+    @property
+    def loss(self) -> float:
+        return sum(self.losses) / len(self.losses)
+
+
+@torch.no_grad()
+def judge_windows(model: nn.Module, windows: Tensor, batch_size: int, copied: Tensor | None = None) -> Judged:
+    """Evaluate windows [n, seq + 1], `batch_size` at a time, on one rank. copied: bool [n, seq], see `Judged.copy_top1`."""
+    model.eval()
+    losses, right = [], []
+    for part in windows.split(batch_size):
+        logits, targets = _logits(model, part), part[:, 1:]
+        each = F.cross_entropy(logits, targets.flatten(), reduction="none").view_as(targets)
+        losses.append(each.double().mean(dim=1))
+        right.append(logits.argmax(-1).view_as(targets) == targets)
+    model.train()
+    hits = torch.cat(right)
+    copies = hits[copied[: len(hits)]] if copied is not None else hits[:0]
+    copy_top1 = float(copies.double().mean()) if copies.numel() else math.nan
+    return Judged(torch.cat(losses).tolist(), float(hits.double().mean()), copy_top1)
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:

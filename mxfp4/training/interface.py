@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -10,9 +9,14 @@ from torch import Tensor, nn
 
 from mxfp4.training.model import Llama
 
-Probe = Callable[[nn.Module, int, Tensor], list[dict]]
-"""(model before step `step`, step from 1, its batch [batch, seq + 1]) -> tidy rows. May run forward and
-backward."""
+class Probe(Protocol):
+    """Looks at a run. May run forward and backward."""
+
+    def __call__(self, model: nn.Module, step: int, batch: Tensor) -> list[dict]:
+        """Tidy rows, of the model before step `step` (from 1) and its batch [batch, seq + 1]."""
+
+    def light(self, model: nn.Module, step: int, batch: Tensor) -> list[dict]:
+        """The rows that cost little."""
 
 
 class TokenSource(Protocol):
@@ -46,3 +50,11 @@ class TrainResult:
     activations were computed again. As measured on this machine."""
     model: Llama = field(repr=False)
     """The model as training left it."""
+    evaluations: list[dict] = field(default_factory=list)
+    """One row for each evaluation and forward (`TrainConfig.eval_forwards`): branch ("" for the run itself), step, tokens,
+    forward ("own" or a recipe), windows, loss (nats a token), top1, copy_top1 (shares; NaN where unknown)."""
+    branches: list[dict] = field(default_factory=list)
+    """Rows of the branches: those of `curve`, and branch."""
+    windows: dict[str, list[float]] = field(default_factory=dict)
+    """Mean loss of each window in the evaluations that end a decay: {forward, or branch:forward, or floor: [windows]}.
+    floor is the loss that no model can go below, where the source knows it."""

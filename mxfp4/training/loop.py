@@ -5,7 +5,8 @@ see the same tokens: their differences are paired. Losses stay on the device and
 GPU does not wait.
 
 Resuming needs the step number, weights and optimizer state: batches are a function of the step, and
-`set_step` makes a recipe's random numbers one. A run that was killed and resumed has the bytes of one that was not: on
+`set_step` makes a recipe's random numbers one. A branch (`branch`) leaves a run for a decay of its own and is undone
+after it. A run that was killed and resumed has the bytes of one that was not: on
 the CPU with the same number of threads, which decides the order of sums, on a GPU where `deterministic` fixes it.
 
 Inside `parallel.joined` the same loop runs on every rank: each computes its parts of the global batch, and all take
@@ -14,10 +15,12 @@ the same decisions from the same numbers, so none waits for one that has stopped
 
 from __future__ import annotations
 
+import copy
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,16 +30,19 @@ from tqdm import tqdm
 
 from mxfp4.errors import UserError
 from mxfp4.training import nonfinite, parallel
+from mxfp4.training.branch import Branch, branches, kept
 from mxfp4.training.captured import CapturedStep
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.determinism import fixed_order
 from mxfp4.training.divergence import DivergenceWatch
-from mxfp4.training.evaluate import bits_per_byte, token_loss, token_losses, window_losses
+from mxfp4.training.evaluate import Judged, bits_per_byte, judge_windows, token_loss, token_losses, window_losses
 from mxfp4.training.interface import Probe, TokenSource, TrainResult
+from mxfp4.training.known_entropy import KnownEntropy
 from mxfp4.training.linear import MXFP4Linear, convert, set_step, weights_kept
 from mxfp4.training.model import Llama, build_model
 from mxfp4.training.optim import learning_rate, make_optimizer, set_learning_rate
 from mxfp4.training.parallel import Ranks, whole
+from mxfp4.training.recipe import Recipe, recipe
 from mxfp4.training.recompute import recompute_every as set_recompute
 from mxfp4.training.resume import Checkpoints
 
@@ -75,8 +81,11 @@ def train(
     checkpoint cannot be written.
     """
     ranks = parallel.here()
-    if probe is not None and ranks.size > 1:
-        raise UserError(f"probe_steps={config.probe_steps} look at whole tensors: allowed with one rank")
+    if ranks.size > 1:
+        if probe is not None:
+            raise UserError(f"probe_steps={config.probe_steps} look at whole tensors: allowed with one rank")
+        if branches(config) or config.eval_forwards:
+            raise UserError("branches and evaluations in other forwards run on one rank")
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if corpus is None:
         from mxfp4.training.packing import prepare  # slow to import, and not needed for a given corpus
@@ -84,6 +93,7 @@ def train(
         corpus = prepare(config.corpus, config.model.vocab_size, progress=progress)
     run = _Run(config, corpus, device, ranks, arms_on_device)
     run.prepare(compile, capture, recompute_every)
+    todo = branches(config)
     checkpoints = None
     if checkpoint_dir is not None:
         checkpoints = Checkpoints(Path(checkpoint_dir), run.model, run.optimizer, ranks, checkpoint_seconds)
@@ -105,6 +115,9 @@ def train(
                 on_step(run.step)
             if run.status is not None:
                 continue
+            for branch in (b for b in todo if b.start == run.step and b.name not in run.branched):
+                if not run.detour(branch, on_step, stop):
+                    break  # stopped: the branch is run again from here
             if {run.step, run.step + 1} <= set(config.probe_steps):
                 continue  # the probe compares these two steps; a checkpoint between them would lose the first
             due = checkpoints is not None and ranks.rank == 0 and checkpoints.due()
@@ -143,12 +156,17 @@ class _Run:
                 f"the model one of {config.model.vocab_size}"
             )
         ranks.check(config.micro_batches)
+        if isinstance(corpus, KnownEntropy):
+            corpus = corpus.on(device)  # made where it is used
         self.config, self.corpus, self.device, self.ranks, self.arms = config, corpus, device, ranks, arms
         self.model = _model(config, device, ranks)
         self.optimizer = make_optimizer(self.model, config)
-        windows = corpus.eval_windows(config.eval_sequences, config.seq_len)
+        windows = corpus.eval_windows(max(config.eval_sequences, config.final_eval_sequences), config.seq_len)
         self.bytes_per_token = corpus.bytes_per_token(windows=windows)
         self.eval_windows = windows.to(device)
+        self.exact = corpus.judge(self.eval_windows) if isinstance(corpus, KnownEntropy) and config.eval_forwards else None
+        self.forwards: dict[str, Llama] = {}
+        self.branch: Branch | None = None
         self.update, self.losses_of = self._update, partial(token_losses, self.model)
         self.replayed: list[dict] = []
         self.begin()
@@ -161,6 +179,10 @@ class _Run:
         self.window_losses: list[float] = []
         self.pending: list[tuple[int, float, Tensor]] = []
         self.probes: list[dict] = []
+        self.evaluations: list[dict] = []
+        self.windows: dict[str, list[float]] = {}
+        self.branch_rows: list[dict] = []
+        self.branched: list[str] = []
         self.status: str | None = None
         self.reason: str | None = None
         self.suspect = False  # whether a value that is not finite is the reason
@@ -171,6 +193,7 @@ class _Run:
 
     def prepare(self, compile: bool, capture: bool, recompute_every: int) -> None:
         """Choose how steps are executed: it changes speed and memory alone."""
+        self.execution = compile, capture, recompute_every
         set_recompute(self.model, recompute_every)
         self.recompute_every = recompute_every
         dense = not self.config.model.n_experts  # how many tokens an expert gets changes from step to step
@@ -187,10 +210,12 @@ class _Run:
         config, started = self.config, time.perf_counter()
         self.step += 1
         batch = self.corpus.batch(self.step - 1, config.batch_size, config.seq_len, config.seed)
-        batch = batch.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else batch
-        if probe is not None and self.step in config.probe_steps:
+        if batch.device.type != self.device.type:
+            batch = batch.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else batch
+        if probe is not None and self.step in (*config.probe_steps, *config.light_probe_steps):
+            look = probe if self.step in config.probe_steps else probe.light
             with torch.compiler.set_stance("force_eager"):  # it tries other recipes: nothing to compile for one look
-                self.probes += probe(self.model, self.step, batch)
+                self.probes += look(self.model, self.step, batch)
             self.optimizer.zero_grad(set_to_none=True)
             self.timed_from = None
         set_step(self.model, self.step, self._parts()[0])
@@ -267,20 +292,93 @@ class _Run:
                 break
         self.pending.clear()
 
+    def detour(self, branch: Branch, on_step: Callable[[int], None] | None, stop: Callable[[], bool] | None) -> bool:
+        """Run a branch from here to its end and come back. False, and nothing of it kept, where `stop` says so."""
+        run = copy.copy(self)
+        cooldown = branch.end - branch.start
+        run.config = replace(
+            self.config, steps=branch.end, cooldown_steps=cooldown, short_budgets=(), decay_recipes=(),
+            final_forwards=(), target_loss=None, stop_at_target=False, probe_steps=(), light_probe_steps=(),
+        )  # fmt: skip
+        run.branch, run.rows, run.pending, run.watch = branch, [], [], copy.deepcopy(self.watch)
+        evaluated = len(self.evaluations)
+        with kept(self.model, self.optimizer):
+            if branch.recipe != self.config.recipe:
+                run.model = self._in_recipe(branch.recipe)
+                run.update, run.losses_of = run._update, partial(token_losses, run.model)
+                run.prepare(*self.execution)
+            run.timed_from = None
+            while run.status is None:
+                run.advance(None)
+                if on_step:
+                    on_step(self.step)
+                if run.status is None and stop is not None and stop():
+                    del self.evaluations[evaluated:]
+                    return False
+            run.fetch()
+        self.branch_rows += [{"branch": branch.name, **row} for row in run.rows]
+        self.branched.append(branch.name)
+        self.timed_from = None
+        return True
+
+    def _in_recipe(self, name: str | Recipe) -> Llama:
+        """A model that shares this one's parameters and computes with another recipe."""
+        twin = convert(build_model(self.config.model, self.config.seed, self.device), name, seed=self.config.seed)
+        for full_name, parameter in self.model.named_parameters():
+            parent, _, own = full_name.rpartition(".")
+            setattr(twin.get_submodule(parent), own, parameter)
+        return twin
+
+    def _judge(self, names: Sequence[str]) -> dict[str, Judged]:
+        """The evaluation that is due, in the arm's own forward ("own") and in those of the recipes `names`."""
+        config, ends = self.config, self.step == self.config.steps
+        windows = self.eval_windows[: config.final_eval_sequences or config.eval_sequences if ends else config.eval_sequences]
+        found: dict[str, Judged] = {}
+        for name in ("own", *names):
+            if name in found or name == config.recipe:
+                continue
+            if name not in self.forwards:
+                self.forwards[name] = self._in_recipe(recipe(config.recipe if name == "own" else name).to_nearest())
+            model = self.forwards[name]
+            set_step(model, self.step)
+            with weights_kept(model):
+                found[name] = judge_windows(
+                    model, windows, config.batch_size // config.micro_batches, self.exact and self.exact.copied
+                )
+        return found | ({config.recipe: found["own"]} if config.recipe in names else {})
+
+    def _evaluate_forwards(self) -> None:
+        """Evaluate in several forwards; one row each in the table of evaluations."""
+        ends, branch = self.step == self.config.steps, self.branch.name if self.branch else ""
+        found = self._judge((*self.config.eval_forwards, *(self.config.final_forwards if ends else ())))
+        about = {"branch": branch, "step": self.step, "tokens": self.step * self.config.tokens_per_step}
+        for name, judged in found.items():
+            row = {"forward": name, "windows": len(judged.losses), "loss": judged.loss}
+            self.evaluations.append({**about, **row, "top1": judged.top1, "copy_top1": judged.copy_top1})
+        if ends:
+            kept = {name: found[name].losses for name in ("own", *self.config.eval_forwards)}
+            self.windows |= {f"{branch}:{name}" if branch else name: losses for name, losses in kept.items()}
+        self.window_losses = found["own"].losses
+        self.forward_losses = {name: found[name].loss for name in self.config.eval_forwards}
+
     def evaluate(self) -> None:
         """Evaluate and write the result into the row of the current step."""
         started = time.perf_counter()
         batch_size = self.config.batch_size // self.config.micro_batches
         mine, most = self.ranks.share(-(-len(self.eval_windows) // batch_size))
         set_step(self.model, self.step, mine.start + (self.config.micro_batches if self.step else 0))
-        # A captured batch would keep what an earlier evaluation made of the weights.
-        with weights_kept(self.model) if self.keeps_weights and not self.captured else nullcontext():
-            self.window_losses = window_losses(self.model, self.eval_windows, batch_size, self.ranks, self.losses_of)
+        if self.config.eval_forwards:
+            self._evaluate_forwards()
+        else:
+            # A captured batch would keep what an earlier evaluation made of the weights.
+            with weights_kept(self.model) if self.keeps_weights and not self.captured else nullcontext():
+                self.window_losses = window_losses(self.model, self.eval_windows, batch_size, self.ranks, self.losses_of)
         loss = sum(self.window_losses) / len(self.window_losses)
         if self.step == 0:
             self.rows.append(self._row(0))
         row = self.rows[-1]
         row["eval_loss"], row["eval_bpb"] = loss, bits_per_byte(loss, self.bytes_per_token)
+        row |= {f"eval_loss_{name}": self.forward_losses[name] for name in self.config.eval_forwards}
         self.timed_from = time.perf_counter(), self.step
         self.took("evaluate", started)
         if self.step == 0:
@@ -297,7 +395,7 @@ class _Run:
 
     def _row(self, step: int, **known: float) -> dict:
         names = ("train_loss", "grad_norm", "lr", "eval_loss", "eval_bpb", "balance_loss")
-        blank = dict.fromkeys(names, math.nan)
+        blank = dict.fromkeys((*names, *(f"eval_loss_{name}" for name in self.config.eval_forwards)), math.nan)
         return {"step": step, "tokens": step * self.config.tokens_per_step, **blank, **known}
 
     def save(self, checkpoints: Checkpoints, wait: bool) -> None:
@@ -311,6 +409,10 @@ class _Run:
             "curve": self.rows,
             "window_losses": self.window_losses,
             "probes": self.probes,
+            "evaluations": self.evaluations,
+            "windows": self.windows,
+            "branch_rows": self.branch_rows,
+            "branched": self.branched,
             "target": self.target,
             "seconds": self.seconds,
             "timed_tokens": self.timed_tokens,
@@ -341,6 +443,8 @@ class _Run:
         self.step, state = found
         self.rows, self.probes, self.target = state["curve"], state["probes"], state["target"]
         self.window_losses = state["window_losses"]
+        for name in ("evaluations", "windows", "branch_rows", "branched"):
+            setattr(self, name, state.get(name, getattr(self, name)))
         self.replayed = self.replayed or state.get("replayed", [])  # what this process knows is never less
         seconds = state["seconds"]  # of a checkpoint from before parts were counted: as if it had been alone
         self.seconds = {"part": seconds["train"] + seconds["evaluate"], **seconds}
@@ -374,4 +478,10 @@ class _Run:
             timings["recompute_every"] = self.recompute_every
         if self.ranks.control is not None:
             timings["ranks"] = self.ranks.size
-        return TrainResult(self.rows, self.probes, self.window_losses, outcome, timings, self.model)
+        windows = dict(self.windows)
+        if self.exact is not None and windows:
+            windows["floor"] = (-self.exact.log_prob.mean(dim=1)).tolist()
+        return TrainResult(
+            self.rows, self.probes, self.window_losses, outcome, timings, self.model, self.evaluations, self.branch_rows,
+            windows,
+        )  # fmt: skip

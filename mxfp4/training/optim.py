@@ -1,7 +1,8 @@
 """The optimizer and its schedule, as in the MLPerf reference for Llama 3.1-8B (Megatron's AdamW).
 
 Weight decay goes to every matrix, embedding and LM head included, and to no norm (Megatron's rule:
-parameters of one axis do not decay). Linear warm-up, then a cosine to lr_min.
+parameters of one axis do not decay). Linear warm-up, then a cosine to lr_min, or a constant rate and a linear decay
+(warm-up, stable, decay: Hu et al., MiniCPM, arXiv 2404.06395).
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     the end."""
     if step < config.warmup:
         return config.lr * step / config.warmup
+    if config.cooldown_steps:
+        left = min((config.steps - step) / config.cooldown_steps, 1.0)
+        return config.lr_min + (config.lr - config.lr_min) * left
     total = config.decay_steps or config.steps
     progress = min((step - config.warmup) / max(total - config.warmup, 1), 1.0)
     return config.lr_min + (config.lr - config.lr_min) * 0.5 * (1 + math.cos(math.pi * progress))

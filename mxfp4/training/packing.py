@@ -32,6 +32,7 @@ from mxfp4.training import tokenizer as tokenizers_
 from mxfp4.training.corpus import SPLITS, Corpus, Document, Part, fingerprint, get_corpus
 from mxfp4.training.packed import FORMAT, META, PackedCorpus, sha256_range, token_dtype
 from mxfp4.training.paths import corpus_dir
+from mxfp4.training.known_entropy import KnownEntropy, Law
 from mxfp4.training.synthetic import SyntheticCorpus
 from mxfp4.training.tokenizer import LLAMA_VOCAB, TextTokenizer
 
@@ -79,6 +80,8 @@ def prepare(
     vocabulary). options: c4's `shards` and `root` (as `c4_root`), synthetic's fields. Errors are
     UserError, one line each.
     """
+    if corpus == "known-entropy":
+        return KnownEntropy(Law(vocab_size=vocab_size, **options))
     if corpus == "synthetic":
         return SyntheticCorpus(vocab_size=vocab_size, **options)
     if isinstance(corpus, str):

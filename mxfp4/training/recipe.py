@@ -171,6 +171,17 @@ class Recipe:
     def is_random(self) -> bool:
         return any(op.is_random for op in self.operands().values())
 
+    def to_nearest(self) -> Recipe:
+        """The same recipe, rounding to nearest wherever it rounds stochastically."""
+
+        def pair(gemm: Gemm) -> Gemm:
+            return Gemm(*(replace(op, rounding="nearest") for op in (gemm.a, gemm.b)))
+
+        def gemms(part: Recipe | Override) -> dict[str, Gemm]:
+            return {name: pair(getattr(part, name)) for name in GEMMS}
+
+        return replace(self, **gemms(self), overrides=tuple(replace(o, **gemms(o)) for o in self.overrides))
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
@@ -259,6 +270,7 @@ BASES: dict[str, dict[str, Gemm]] = {
     "mxfp4-fprop-dgrad": _scope("fprop", "dgrad"),
     "mxfp4": _MXFP4,
     "mxfp4-bwd": {**_MXFP4, "fprop": Gemm(Operand("bf16"), Operand("bf16"))},
+    "mxfp4-fwd": {"fprop": _MXFP4["fprop"], "dgrad": Gemm(), "wgrad": Gemm()},
     "nvfp4-plain": _gemms(*[Operand("nvfp4")] * 3),
 }
 
@@ -266,9 +278,10 @@ MODIFIERS: dict[str, Callable[[Recipe], Recipe]] = {
     "sr": lambda r: _change(r, rounding="stochastic"),
     "sr-grad": lambda r: _change(r, tensors="g", rounding="stochastic"),
     "sr-bwd": lambda r: _change(r, gemms=("dgrad", "wgrad"), rounding="stochastic"),
+    "sr-xw": lambda r: _change(r, tensors="xw", rounding="stochastic"),
     "prescale": lambda r: _change(r, scale_rule="floor", prescaled=True),
     "2d": lambda r: _change(r, block="2d"),
-    "2d-w": lambda r: _change(r, tensors="w", block="2d"),
+    **{f"2d-{t}": lambda r, t=t: _change(r, tensors=t, block="2d") for t in "xwg"},
     "qk8": lambda r: replace(r, overrides=(*r.overrides, Override(_QUERY_KEY, **_MXFP8))),
     "double": lambda r: replace(r, requantize=True),
     "quest": lambda r: replace(r, fprop=Gemm(), quest=True),

@@ -90,25 +90,54 @@ def test_a_diverged_arm_has_an_infinite_gap_and_gaps_are_paired():
 def test_the_explanation_is_judged_by_layers_and_seeds():
     good = {"bf16": [3.0, 3.0], "mxfp4": [3.3, 3.4], "mxfp4+h16": [3.1, 3.1], "mxfp4+sr": [3.5, 3.2], "mxfp4+rht16": [3.3, 3.2]}
     kept = patterns(plain=0.9, sr=0.0, rht16=0.1, h16=0.8)
-    text = findings.explanation(study(good, kept)).text
+    text = findings.error_pattern(study(good, kept)).text
     assert "premise holds" in text and "0.80 to 0.82" in text and "agrees over 2 seeds" in text
     assert "not what a rotation adds" in text
     bad = {**good, "mxfp4+h16": [3.6, 3.6]}
-    text = findings.explanation(study(bad, kept)).text
+    text = findings.error_pattern(study(bad, kept)).text
     assert "does not follow over 2 seeds" in text and "not what a rotation adds" not in text
     mixed = {**good, "mxfp4+h16": [3.1, 3.6]}
-    assert "is not decided over 2 seeds" in findings.explanation(study(mixed, kept)).text
+    assert "is not decided over 2 seeds" in findings.error_pattern(study(mixed, kept)).text
     weak = patterns(sr=0.5, rht16=0.1, h16=0.51)
-    assert "premise does not hold" in findings.explanation(study(good, weak)).text
-    assert "(it diverged)" in findings.explanation(study({**good, "mxfp4+h16": [None, None]}, kept)).text
+    assert "premise does not hold" in findings.error_pattern(study(good, weak)).text
+    assert "(it diverged)" in findings.error_pattern(study({**good, "mxfp4+h16": [None, None]}, kept)).text
 
 
 def test_the_explanation_is_not_tested_without_its_rows():
-    assert findings.explanation(study({"bf16": [3.0]})).text.startswith("Not tested: no probe of pattern_next")
-    alone = findings.explanation(study({"bf16": [3.0]}, patterns(sr=0.0, h16=0.8))).text
+    assert findings.error_pattern(study({"bf16": [3.0]})).text.startswith("Not tested: no probe of pattern_next")
+    alone = findings.error_pattern(study({"bf16": [3.0]}, patterns(sr=0.0, h16=0.8))).text
     assert "premise holds" in alone and "consequence is not tested" in alone
-    half = findings.explanation(study({"bf16": [3.0]}, patterns(h16=0.8)))
+    half = findings.error_pattern(study({"bf16": [3.0]}, patterns(h16=0.8)))
     assert half.text.startswith("Not tested") and list(half.numbers["recipe"]) == ["mxfp4+h16"]
+
+
+def sizes(**errors: float) -> pd.DataFrame:
+    names = {"plain": "mxfp4", "sr": "mxfp4+sr", "rht16": "mxfp4+rht16", "h16": "mxfp4+h16"}
+    return frame(
+        *(("bf16", names[n], layer, "wgrad", "dw", "error", v + d)
+          for n, v in errors.items() for layer, d in (("layers.0.wq", 0.0), ("layers.1.wq", 0.02)))
+    )  # fmt: skip
+
+
+def test_p1s_explanation_is_judged_by_the_size_of_the_error():
+    losses = {"bf16": [3.0, 3.0], "mxfp4": [3.3, 3.4]}
+    split = findings.error_size(study(losses, sizes(plain=0.15, sr=0.21, rht16=0.13, h16=0.14)))
+    assert "22 % under stochastic rounding (larger in 2 of 2 layers)" in split.text
+    assert "holds for stochastic rounding and does not hold for a random Hadamard transform on these tensors" in split.text
+    assert list(split.numbers["recipe"]) == ["mxfp4", "mxfp4+sr", "mxfp4+rht16", "mxfp4+h16"]
+    assert split.numbers["loss gap"].iloc[0] == pytest.approx(0.35)
+    both = findings.error_size(study(losses, sizes(plain=0.15, sr=0.21, rht16=0.2))).text
+    assert "holds for stochastic rounding and a random Hadamard transform on" in both and "does not hold" not in both
+    neither = findings.error_size(study(losses, sizes(plain=0.3, sr=0.21, rht16=0.2))).text
+    assert "stochastic methods, does not hold for stochastic rounding and a random Hadamard transform on" in neither
+    one = findings.error_size(study(losses, sizes(plain=0.15, sr=0.21))).text
+    assert one.endswith("holds for stochastic rounding on these tensors.")
+
+
+def test_p1s_explanation_is_not_tested_without_its_rows():
+    assert findings.error_size(study({"bf16": [3.0]})).text.startswith("Not tested: no probe of error")
+    half = findings.error_size(study({"bf16": [3.0]}, sizes(plain=0.15, h16=0.1)))
+    assert half.text.startswith("Not tested: bf16 was not probed under mxfp4 and a stochastic method")
 
 
 def test_the_transposition_verdict_quotes_its_rows():
@@ -257,3 +286,28 @@ def test_extremes_of_signed_values_are_told_by_their_distance_from_zero():
     assert said == "Over all tensors the bias is farthest from zero under mxfp4 (-0.020) and nearest to it under mxfp4+2d (+0.001)."
     rows["value"] = rows["value"].abs()
     assert "is largest under mxfp4 (+0.020) and smallest under mxfp4+2d (+0.001)" in findings.extremes(rows, "recipe", "it", "{:+.3f}")
+
+
+def test_error_parts_are_means_over_layers_and_steps():
+    rows = frame(
+        *(("bf16", "mxfp4", f"layers.{i}.wq", "fprop", "x", metric, value + i * 0.02)
+          for i in (0, 1) for metric, value in (("split_scale", -0.01), ("split_dead", 0.1), ("split_grid", 0.2))),
+    )  # fmt: skip
+    table = diagnostics.error_parts(rows, "bf16", ["mxfp4"])
+    assert dict(zip(table["part"], table["value"], strict=True)) == pytest.approx(
+        {"scale": 0.0, "dead zone": 0.11, "grid": 0.21}
+    )
+    assert set(table["what"]) == {"X in Fprop"}
+
+
+def test_gradient_to_noise_counts_the_layers_below_the_threshold():
+    rows = frame(
+        ("mxfp4", "mxfp4", "layers.0.wq", "", "dw", "gradient_to_noise", 1.7),
+        ("mxfp4", "mxfp4", "layers.1.wq", "", "dw", "gradient_to_noise", 1.8),
+        ("mxfp4", "mxfp4", "all", "", "dw", "gradient_to_noise", 1.75),
+    )
+    table = diagnostics.gradient_to_noise(rows, "mxfp4")
+    assert table["step"].tolist() == [5, 6]
+    assert table.iloc[0].to_dict() == pytest.approx({"step": 5, "whole": 1.75, "lowest": 1.7, "highest": 1.8, "below": 0.5})
+    with pytest.raises(NoProbe):
+        diagnostics.gradient_to_noise(rows, "mxfp4", "mxfp4+sr")

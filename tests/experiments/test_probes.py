@@ -6,7 +6,11 @@ import pandas as pd
 import pytest
 import torch
 from fakes import TINY, FakeCorpus, tiny_config
+from torch import nn
 
+import mxfp4
+from mxfp4.experiments.backward import gradients, product_of_halves, untouched
+from mxfp4.experiments.error_split import METRICS
 from mxfp4.experiments.probes import COLUMNS, WOULD, Probe, own_recipe, recipes_for
 from mxfp4.training.linear import convert
 from mxfp4.training.loop import train
@@ -118,6 +122,126 @@ def test_layers_of_every_block_asked_for_and_of_other_names():
     rows = pd.DataFrame(Probe(blocks=3, kinds=("wo",))(model, 1, FakeCorpus().batch(0, 2, 16, 0)))
     assert set(rows.layer) == {"all", *(f"layers.{i}.attention.wo" for i in (0, 2, 4))}
     assert own_recipe(model) == "mxfp4"
+
+
+LIGHT = {*METRICS, "gradient_to_noise", "gradient_to_noise_mean"}
+
+
+def light(name: str, step=5, sequences=2, **changes) -> pd.DataFrame:
+    model = convert(build_model(replace(TINY, **changes), 0), name)
+    return pd.DataFrame(Probe(blocks=1).light(model, step, FakeCorpus().batch(step, sequences, 16, 0)))
+
+
+@pytest.mark.parametrize("name", ["bf16", "mxfp4+sr", "fp8", "nvfp4", "quartet"])
+def test_a_light_step_gives_its_rows_alone_and_the_same_as_a_whole_one(name):
+    keys = list(COLUMNS[:-1])
+    few, all_rows = light(name), probed(name, steps=(5,))
+    assert set(few.metric) == LIGHT - (set(METRICS) if name == "quartet" else set())
+    assert set(few.recipe) == set(recipes_for(convert(build_model(TINY, 0), name)))
+    assert not few.duplicated(keys).any()
+    both = few.merge(all_rows, on=keys, suffixes=("", "_whole"))
+    assert len(both) == len(few)
+    assert both.value.tolist() == pytest.approx(both.value_whole.tolist(), rel=1e-5, abs=1e-7)
+
+
+def test_a_light_step_between_the_two_of_a_pair_leaves_no_trace_and_keeps_the_pair():
+    model = convert(build_model(TINY, 0), "mxfp4+sr")
+    before = {name: t.clone() for name, t in (model.state_dict() | dict(model.named_buffers())).items()}
+    probe, batch = Probe(blocks=1), FakeCorpus().batch(5, 2, 16, 0)
+    plain = Probe(blocks=1)
+    first = pd.DataFrame(probe(model, 5, batch))
+    probe.light(model, 6, batch)
+    assert all(torch.equal(t, before[name]) for name, t in (model.state_dict() | dict(model.named_buffers())).items())
+    assert all(p.grad is None for p in model.parameters())
+    plain(model, 5, batch)
+    assert probe(model, 6, batch) == plain(model, 6, batch)
+    assert LIGHT <= set(first.metric)
+
+
+def test_gradient_to_noise_is_the_inverse_of_the_error_and_falls_with_the_quantized_scope():
+    frames = [probed(name, steps=(5,)) for name in ("fp8", "mxfp4-fprop", "mxfp4")]
+    for frame, name in zip(frames, ("fp8", "mxfp4-fprop", "mxfp4"), strict=True):
+        rows = frame[(frame.recipe == name) & (frame.gemm == "") & (frame.tensor == "dw")]
+        table = rows.pivot(index="layer", columns="metric", values="value")
+        assert "all" in table.index and len(table) > 2
+        assert (table.gradient_to_noise * table.error).tolist() == pytest.approx([1.0] * len(table), rel=1e-5)
+    whole = [one(f, recipe=n, layer="all", metric="gradient_to_noise").item()
+             for f, n in zip(frames, ("fp8", "mxfp4-fprop", "mxfp4"), strict=True)]  # fmt: skip
+    assert whole[0] > whole[1] > whole[2] > 0
+
+
+class Exact(nn.Module):
+    """One linear layer whose X and W are powers of two, which MXFP4 holds: the error of dW is that of G alone."""
+
+    def __init__(self, vocab: int = 64, dim: int = 32):
+        super().__init__()
+        torch.manual_seed(0)
+        sign = torch.randn(vocab, dim).sign()
+        self.table = nn.Buffer(sign * 2.0 ** torch.randint(0, 2, (vocab, dim)))
+        self.wq = nn.Linear(dim, vocab, bias=False)
+        self.wq.weight.data = torch.randn(vocab, dim).sign() * 2.0 ** torch.randint(-5, -3, (vocab, dim)).float()
+
+    def forward(self, tokens):
+        return self.wq(self.table[tokens])
+
+
+def test_the_noise_of_a_layer_whose_error_is_known():
+    model = convert(Exact(), "mxfp4")
+    batch = FakeCorpus().batch(0, 4, 16, 0)  # 64 tokens: whole blocks
+    found = pd.DataFrame(Probe().light(model, 1, batch)).query("layer == 'wq' and tensor == 'dw'")
+    x = model.table[batch[:, :-1]].flatten(0, 1)
+    probabilities = (x @ model.wq.weight.T).softmax(-1)
+    g = ((probabilities - nn.functional.one_hot(batch[:, 1:].flatten(), 64)) / len(x)).detach()
+    exact = g.bfloat16().float()
+    noise = ((mxfp4.fake_quantize(g, axis=0, scale_rule="even") - exact).T @ x).norm()
+    assert one(found, metric="gradient_to_noise").item() == pytest.approx(((exact.T @ x).norm() / noise).item(), rel=1e-4)
+    halves = [exact[part].T @ x[part] * 2 for part in (slice(32), slice(32, 64))]  # each loss is a mean over its half
+    mean = (halves[0] * halves[1]).sum()
+    wanted = mean.sign() * mean.abs().sqrt() / noise
+    assert one(found, metric="gradient_to_noise_mean").item() == pytest.approx(wanted.item(), rel=1e-3)
+
+
+def test_the_product_of_two_halves_estimates_the_squared_mean_gradient_without_its_sampling_noise():
+    model = convert(Exact(), "bf16")
+    batches = [FakeCorpus().batch(step, 4, 16, 0) for step in range(300)]
+    with untouched(model):
+        of = [gradients(model, batch, 1, "bf16")["wq.weight"] for batch in batches]
+        products = torch.stack(
+            [product_of_halves(model, b, 1, {"wq.weight": g})["wq.weight"] for b, g in zip(batches, of, strict=True)]
+        )
+    mean_square = torch.stack(of).mean(0).square().sum().item()  # 1200 sequences: little sampling noise is left
+    noisy = torch.stack([g.square().sum() for g in of]).mean().item()
+    assert products.mean().item() == pytest.approx(mean_square, abs=0.02 * noisy + 4 * products.std().item() / 300**0.5)
+    assert noisy > mean_square + 8 * products.std().item() / 300**0.5
+
+
+@pytest.mark.parametrize("sequences", [2, 4, 5])
+def test_the_second_half_is_what_the_first_leaves(sequences):
+    model, batch = convert(build_model(TINY, 0), "bf16"), FakeCorpus().batch(0, sequences, 16, 0)
+    half = sequences // 2
+    with untouched(model):
+        whole, first, second = (gradients(model, part, 1, "bf16") for part in (batch, batch[:half], batch[half:]))
+        found = product_of_halves(model, batch, 1, whole)
+    assert set(found) == set(whole)
+    for name, value in found.items():
+        size = (first[name].norm() * second[name].norm()).item()
+        assert value.item() == pytest.approx((first[name] * second[name]).sum().item(), abs=2e-3 * size), name
+
+
+def test_the_mean_needs_two_sequences():
+    assert set(light("mxfp4", sequences=1).metric) == LIGHT - {"gradient_to_noise_mean"}
+
+
+def test_experts_without_tokens_in_a_half_count_as_zero_there():
+    frame = light("mxfp4", n_experts=8, n_experts_per_token=1)
+    assert one(frame, layer="all", metric="gradient_to_noise_mean").notna().all()
+
+
+def test_square_blocks_and_rules_are_split_on_the_tensors_of_an_arm_without_fp4():
+    rows = probed("bf16", steps=(5,))
+    rows = rows[rows.metric == "split_dead"]
+    for name in ("mxfp4+rceil", "mxfp4+2d", "mxfp4+h32", *WOULD):
+        assert set(rows[rows.recipe == name].tensor) == {"x", "w", "g"}, name
 
 
 def test_sizes_are_checked():
