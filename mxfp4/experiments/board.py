@@ -18,6 +18,7 @@ from mxfp4.experiments.study import count
 
 TITLES = {
     "P1": "P1: MXFP4 on native FP4 hardware",
+    "press": "The press on P1",
     "P2": "P2: transposition-invariant block quantization",
     "both": "Between the two papers",
     "others": "Other public evidence",
@@ -41,6 +42,7 @@ line-height:1.3}
 color:var(--mx-muted,#57606a);font-weight:500;border-style:dashed}
 html[data-theme=dark] .mx-v-holds{color:#4cc79b}html[data-theme=dark] .mx-v-fails{color:#ff9457}
 html[data-theme=dark] .mx-v-undecided{color:#f0c04a}
+.mx-verdict.mx-v-posthoc{border-style:dashed}
 .mx-claim details{margin-top:.25em}.mx-claim summary{cursor:pointer;color:var(--mx-muted,#57606a)}
 .mx-claim code{overflow-wrap:anywhere}
 .mx-claim span.mx-label{display:none}
@@ -49,7 +51,10 @@ html[data-theme=dark] .mx-v-undecided{color:#f0c04a}
 .mx-claim.mx-head{display:none}
 .mx-claim span.mx-label{display:inline;color:var(--mx-muted,#57606a)}}
 """
-_CLASS = {"holds": "holds", "does not hold": "fails", "undecided": "undecided"}
+_CLASS = {
+    "holds": "holds", "does not hold": "fails", "undecided": "undecided",
+    "suggested by these records": "holds mx-v-posthoc", "contradicted by these records": "fails mx-v-posthoc",
+}  # fmt: skip
 
 
 class Board:
@@ -59,7 +64,7 @@ class Board:
         self.verdicts = list(verdicts)
 
     def __repr__(self) -> str:
-        return "\n".join(f"{v.verdict:<25} {v.claim.id}: {effect_text(v.effect)}" for v in self.verdicts)
+        return "\n".join(f"{v.verdict:<29} {v.claim.id}: {effect_text(v.effect)}" for v in self.verdicts)
 
     def _repr_html_(self) -> str:
         parts = [f"<style>{_STYLE}</style>", tally_html(self.verdicts)]
@@ -98,11 +103,12 @@ def _row(v: Verdict) -> str:
         if rest
         else f"<p><strong>{_code(lead)}</strong></p>"
     )
+    notes = "".join(f"<small>{_code(note)}</small>" for note in c.notes)
     how = f"<p>{_code(decided_by(v))}</p><p>What scale could change: {_code(c.scale_note)}</p>"
     scale = f"<details><summary>the rule; what scale could change</summary>{how}</details>"
     link = f'<small><a href="{e(c.chapter)}.html">{e(c.chapter)}</a> · <code>{e(c.id)}</code></small>'
     return (
-        f'<div class="mx-claim" id="claim-{e(c.id)}"><div>{claim}{link}{scale}</div>'
+        f'<div class="mx-claim" id="claim-{e(c.id)}"><div>{claim}{link}{notes}{scale}</div>'
         f"<div>{_published(v)}</div><div>{_ours(v)}</div>"
         f"<div>{_badge(v.verdict)}<small>{e(v.reason)}</small></div></div>"
     )
@@ -115,7 +121,7 @@ def decided_by(v: Verdict) -> str:
     options = {k: p.default for k, p in inspect.signature(METRICS[c.metric]).parameters.items() if p.default is not p.empty}
     shown = {k: x for k, x in {**c.arguments, **{k: c.arguments.get(k, x) for k, x in options.items()}}.items() if x}
     given = ", ".join(f"{k}={'/'.join(x) if isinstance(x, list) else x}" for k, x in shown.items())
-    return f"{what} ({given or c.metric}). It holds when that is {rule_text(c, v.effect)}."
+    return f"{what} ({given or c.metric}). {'It is suggested' if c.posthoc else 'It holds'} when that is {rule_text(c, v.effect)}."
 
 
 def _code(text: str) -> str:

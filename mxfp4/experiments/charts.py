@@ -97,10 +97,11 @@ def show(chart: alt.TopLevelMixin, *, caption: str) -> None:
 
 
 def say(text: str) -> None:
-    """Display a paragraph that was computed: Markdown, for numbers that prose must not hold."""
+    """Display a paragraph that was computed: Markdown, for numbers that prose must not hold. An empty one shows nothing."""
     from IPython.display import Markdown, display
 
-    display(Markdown(text))
+    if text:
+        display(Markdown(text))
 
 
 def render(chart: alt.TopLevelMixin, caption: str) -> tuple[dict[str, str], dict[str, Any]]:

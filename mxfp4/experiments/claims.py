@@ -2,14 +2,15 @@
 
 A verdict is one of VERDICTS. It needs records of every arm of the claim, the scale that the claim asks for,
 and an interval that lies on one side of the claim's rule; the effect is given wherever there is one, whatever
-the verdict.
+the verdict. A claim whose rule was chosen after records were seen (`posthoc`) never "holds": the same records
+cannot suggest a rule and test it, so its verdict says what these records suggest.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 import yaml
@@ -24,12 +25,19 @@ from mxfp4.training.paths import project_dir
 VERDICTS = {
     "holds": "the interval lies where the claim says",
     "does not hold": "the interval lies wholly elsewhere",
+    "suggested by these records": "the interval lies where the claim says, by a rule chosen after records were seen",
+    "contradicted by these records": "the interval lies wholly elsewhere, by a rule chosen after records were seen",
     "undecided": "tested at a sufficient scale, and the interval allows both answers",
     "not tested at this scale": "the records are smaller, fewer or of other hardware than the claim needs",
     "no records": "an arm of the claim has not been run, or not been probed",
 }
-PAPERS = ("P1", "P2", "both", "others")
+POSTHOC = {"holds": "suggested by these records", "does not hold": "contradicted by these records"}
+"""The verdicts of a claim with `posthoc` in place of those that `decide` gives."""
+DECISIVE = ("holds", "does not hold", *POSTHOC.values(), "undecided")
+"""Verdicts on records that meet what the claim needs."""
+PAPERS = ("P1", "press", "P2", "both", "others")
 RULES = ("above", "below", "at_least", "at_most", "between", "within_factor")
+RULE_AFTER_RECORDS = "The rule was chosen after records were seen: new records have to confirm it."
 NEEDS = ("parameters", "tokens", "seeds", "not_seeds", "path", "source", "model")
 
 
@@ -40,7 +48,7 @@ class Claim:
     id: str
     """Short name, unique."""
     paper: str
-    """P1, P2, both, others."""
+    """Whose claim it is: P1, press, P2, both, others."""
     claim: str
     """The claim in our words."""
     figure: str
@@ -61,6 +69,14 @@ class Claim:
     """The chapter that shows it."""
     logs: str = ""
     """Name of the figure from public logs, if there is one."""
+    posthoc: bool = False
+    """Whether the rule was chosen after records were seen."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the verdict must know besides the effect's own note."""
+        said = (published.reconstruction_note(self.arms), RULE_AFTER_RECORDS if self.posthoc else "")
+        return tuple(filter(None, said))
 
     @property
     def arms(self) -> tuple[str, ...]:
@@ -100,7 +116,7 @@ class Verdict:
                 "scale": s.scale, "parameters": s.parameters, "tokens": s.tokens, "corpus": s.config.corpus,
                 "path": s.path, "records": s.names(*c.arms),
             },
-            "scale_note": c.scale_note, "chapter": c.chapter,
+            "posthoc": c.posthoc, "notes": list(c.notes), "scale_note": c.scale_note, "chapter": c.chapter,
         }  # fmt: skip
 
 
@@ -139,9 +155,12 @@ def _claim(entry: dict, needs: dict) -> Claim:
         if key not in known:
             raise UserError(f"claim {name!r}: unknown field {key!r}; known: {', '.join(known)}")
     entry = {"arguments": {}, **entry}
-    for key in known[:-1]:
+    required = [f.name for f in fields(Claim) if f.default is MISSING]
+    for key in required:
         if key not in entry:
-            raise UserError(f"claim {name!r} lacks {key}; it needs: {', '.join(known[:-1])}")
+            raise UserError(f"claim {name!r} lacks {key}; it needs: {', '.join(required)}")
+    if not isinstance(entry.get("posthoc", False), bool):
+        raise UserError(f"claim {name!r}: posthoc={entry['posthoc']!r} is not true or false")
     preset = entry["needs"]
     if isinstance(preset, str):
         if preset not in needs:
@@ -243,8 +262,7 @@ def judge(claim: Claim, candidates: Sequence[Study]) -> Verdict:
         of = f" in a seed other than {', '.join(map(str, aside))}, which suggested the claim" if aside else ""
         return Verdict(claim, "no records", f"not run{of}: {', '.join(missing)}", None, have)
     judged = [_judge(claim, study) for study in whole]
-    order = ("holds", "does not hold", "undecided", "not tested at this scale", "no records")
-    decisive = [v for v in judged if v.verdict in order[:3]]
+    decisive = [v for v in judged if v.verdict in DECISIVE]
     with_effect = sorted(
         (v for v in judged if v.effect is not None), key=lambda v: len(shortfall(claim, v.study, v.effect))
     )
@@ -274,6 +292,8 @@ def _judge(claim: Claim, study: Study) -> Verdict:
     if math.isnan(effect.low) or math.isnan(effect.high):
         return Verdict(claim, "not tested at this scale", f"one of {effect.over}: no interval", effect, study)
     verdict = decide(claim, effect)
+    if claim.posthoc:
+        return Verdict(claim, POSTHOC.get(verdict, verdict), f"suggested when {rule_text(claim, effect)}", effect, study)
     return Verdict(claim, verdict, f"holds when {rule_text(claim, effect)}", effect, study)
 
 

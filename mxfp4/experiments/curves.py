@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import pandas as pd
 
 from mxfp4.errors import UserError
-from mxfp4.experiments import metrics, published, resample
+from mxfp4.experiments import metrics, published, resample, training_loss
 from mxfp4.experiments.claims import effect_text
 from mxfp4.experiments.effect import Effect
 from mxfp4.experiments.plan import ROUNDINGS as SUFFIXES
@@ -30,6 +30,15 @@ _SHORT = {
     "mxfp4+h16": "all, H16",
 }
 RULES = ("floor", "even", "ceil", "rceil")
+TRAINING = ("training, nats over BF16", "evaluation less training")
+"""Headings of `training_columns`."""
+LOSSES = ("arm", "nats over BF16", *TRAINING, "outcome")
+"""The columns of `arms_frame` without overheads."""
+TRAINING_NOTE = (
+    f"Training loss is the mean over the last {training_loss.LAST:.0%} of the steps, less BF16's on the same batches. Evaluation "
+    "less training loss is what an arm gains from text that it has seen before."
+)
+"""For the caption of a table with the columns TRAINING."""
 
 
 def evaluations(study: Study, arms: Iterable[str]) -> pd.DataFrame:
@@ -88,11 +97,13 @@ def _spread(frame: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 def outcome_text(study: Study, arm: str) -> str:
-    """ "3 finished", or how many diverged and when."""
+    """ "3 finished", or how many stalled (`mxfp4.experiments.stalled`), and how many diverged and when."""
     records = study.arms.get(arm, {})
-    gone = study.diverged(arm)
+    gone, stuck = study.diverged(arm), study.stalled(arm)
+    finished = len(records) - len(gone) - len(stuck)
     steps = ", ".join(str(records[s].outcome["step"]) for s in gone)
-    parts = [f"{len(records) - len(gone)} finished"] if len(records) > len(gone) else []
+    parts = [f"{finished} finished"] if finished else []
+    parts += [f"{len(stuck)} stalled (seed {', '.join(map(str, stuck))})"] if stuck else []
     parts += [f"{len(gone)} diverged (step {steps})"] if gone else []
     return ", ".join(parts) or "not run"
 
@@ -158,7 +169,21 @@ def _ends(study: Study, arm: str, references: dict[str, str]) -> dict:
     for name, against in references.items():
         effect = metrics.attempt("loss_difference", study, arm=arm, against=against)
         found[f"nats over {name}"] = effect_text(effect, unit=False) if effect else "–"
-    return {**found, "outcome": outcome_text(study, arm)}
+    return {**found, **training_columns(study, arm), "outcome": outcome_text(study, arm)}
+
+
+def training_columns(study: Study, arm: str) -> dict[str, str]:
+    """{heading of TRAINING: text}: the training loss of `arm` over BF16's with its interval, and how far the evaluation loss
+    lies above the training loss, nats a token."""
+    effect = metrics.attempt("training_loss_difference", study, arm=arm)
+    gap = training_loss.evaluation_gap(study, arm)
+    texts = (effect_text(effect, unit=False) if effect else "–", "–" if math.isnan(gap) else f"{gap:+.3f}")
+    return dict(zip(TRAINING, texts, strict=True))
+
+
+def with_training(frame: pd.DataFrame, study: Study) -> pd.DataFrame:
+    """`frame`, which has a column `arm`, with those of `training_columns` after its own."""
+    return frame.assign(**{name: [training_columns(study, arm)[name] for arm in frame["arm"]] for name in TRAINING})
 
 
 def scatter(study: Study, *, reference: str = "fp8") -> tuple[resample.Scatter, int, int] | None:
@@ -323,7 +348,8 @@ def target_frame(
 
 
 def sr_by_shape_frame(study: Study) -> pd.DataFrame:
-    """shape, with, without (arms), cost: what SR on the gradients adds to the final loss, paired; of pairs with records."""
+    """shape, with, without (arms), cost, training: what SR on the gradients adds to the final evaluation loss and to the last
+    training loss, paired; of pairs with records."""
     pairs = {
         "1x32, even": ("mxfp4+sr-grad", "mxfp4"), "1x32, rceil": ("mxfp4+rceil+sr-grad", "mxfp4+rceil"),
         "32x32, rceil (P2's recipe)": ("ti2d", "ti2d-no-sr"),
@@ -332,5 +358,12 @@ def sr_by_shape_frame(study: Study) -> pd.DataFrame:
     for shape, (arm, against) in pairs.items():
         effect = metrics.attempt("loss_difference", study, arm=arm, against=against)
         if effect is not None:
-            rows.append({"shape": shape, "with": arm, "without": against, "cost": effect_text(effect, unit=False)})
-    return pd.DataFrame(rows, columns=["shape", "with", "without", "cost"])
+            cost, training = effect_text(effect, unit=False), training_cost(study, arm, against)
+            rows.append({"shape": shape, "with": arm, "without": against, "cost": cost, "training": training})
+    return pd.DataFrame(rows, columns=["shape", "with", "without", "cost", "training"])
+
+
+def training_cost(study: Study, arm: str, against: str) -> str:
+    """Last training loss of `arm` less that of `against` as text, with its interval, nats a token."""
+    effect = metrics.attempt("training_loss_difference", study, arm=arm, against=against)
+    return effect_text(effect, unit=False) if effect else "–"

@@ -100,7 +100,7 @@ def combination(study: Study, terms: Sequence[tuple[str, float]], unit: str) -> 
     final = last_losses(study, weights)
     shared = sorted(set.intersection(*(set(f) for f in final.values())))
     values = {s: sum(w * final[arm][s] for arm, w in weights.items()) for s in shared}
-    effect = estimate(values, unit, divergence_note(study, *weights))
+    effect = estimate(values, unit, endings_note(study, *weights))
     if len(shared) < 2 or not math.isfinite(effect.value) or study.config.stop_at_target:
         return effect
     matrix = resample.combined(study, weights, shared)
@@ -119,11 +119,12 @@ def widened(effect: Effect, samples: np.ndarray | None) -> Effect:
     return replace(effect, low=min(low, effect.low), high=max(high, effect.high))
 
 
-def divergence_note(study: Study, *arms: str) -> str:
-    """Which of `arms` diverged in which seeds; empty when none did."""
+def endings_note(study: Study, *arms: str) -> str:
+    """Which of `arms` diverged or stalled in which seeds; empty when none did."""
     parts = [
-        f"{arm} diverged in seed {', '.join(map(str, gone))}"
+        f"{arm} {ending} in seed {', '.join(map(str, seeds))}"
         for arm in dict.fromkeys(arms)
-        if (gone := study.diverged(arm))
+        for ending, seeds in (("diverged", study.diverged(arm)), ("stalled", study.stalled(arm)))
+        if seeds
     ]
     return "; ".join(parts)

@@ -192,8 +192,41 @@ def square_blocks(table: pd.DataFrame) -> str:
     return "No arm here has square blocks, which would stand at zero, so nothing here says what consistency is worth"
 
 
-def explanation(study: Study, source: str = "bf16") -> Finding:
-    """P1's explanation as two questions to the records.
+STOCHASTIC = {"mxfp4+sr": "stochastic rounding", "mxfp4+rht16": "a random Hadamard transform"}
+"""P1's stochastic methods on all three GEMMs, in words."""
+
+
+def error_size(study: Study, source: str = "bf16") -> Finding:
+    """P1's explanation as a question to the records: on the same tensors (those of the arm `source`), is the error of dW
+    from Wgrad larger under the stochastic methods than under none? Layer by layer, each under every recipe."""
+    recipes = ("mxfp4", *STOCHASTIC, *FIXED)
+    try:
+        rows = select(study.probes, "error", arm=source, recipes=recipes, what={("wgrad", "dw"): "dW"})
+    except NoProbe as reason:
+        return Finding(f"Not tested: {reason}.", pd.DataFrame())
+    layers = rows.pivot_table(index="layer", columns="recipe", values="value")
+    numbers = summary(rows, ["recipe"]).set_index("recipe")
+    numbers = numbers.join(loss_gaps(study).rename("loss gap")).reindex([n for n in recipes if n in numbers.index])
+    tested = [name for name in STOCHASTIC if name in layers]
+    if "mxfp4" not in layers or not tested:
+        return Finding(f"Not tested: {source} was not probed under mxfp4 and a stochastic method.", numbers.reset_index())
+    said, larger = [], []
+    for name in tested:
+        pair = layers[["mxfp4", name]].dropna()
+        above = int((pair[name] > pair["mxfp4"]).sum())
+        larger.append(above == len(pair))
+        said.append(f"{share(pair[name].mean())} under {STOCHASTIC[name]} (larger in {above} of {len(pair)} layers)")
+    text = f"On the tensors of {source} the error of dW is {share(layers['mxfp4'].mean())} without a stabiliser, {' and '.join(said)}. "
+    words = [(STOCHASTIC[name], yes) for name, yes in zip(tested, larger, strict=True)]
+    agree, differ = [word for word, yes in words if yes], [word for word, yes in words if not yes]
+    parts = [f"holds for {' and '.join(agree)}"] if agree else []
+    parts += [f"does not hold for {' and '.join(differ)}"] if differ else []
+    text += f"P1's premise, more error under stochastic methods, {' and '.join(parts)} on these tensors."
+    return Finding(text, numbers.reset_index())
+
+
+def error_pattern(study: Study, source: str = "bf16") -> Finding:
+    """The press's explanation, which P1 does not give, as two questions to the records.
 
     Premise: on the same tensors (those of the arm `source`), does a fixed rotation keep the error of Q(W) from one
     step to the next, and do random signs and stochastic rounding change it? Yes when every layer under every fixed
@@ -214,7 +247,7 @@ def explanation(study: Study, source: str = "bf16") -> Finding:
         return Finding(f"Not tested: {source} was not probed under both fixed and redrawn recipes.", numbers.reset_index())
     holds = fixed["low"].min() > redrawn["high"].max()
     text = (
-        f"The premise {'holds' if holds else 'does not hold'} on the tensors of {source}: from one step to the next the "
+        f"The press's premise {'holds' if holds else 'does not hold'} on the tensors of {source}: from one step to the next the "
         f"error of Q(W) has a cosine of {_range(fixed)} under a fixed rotation and of {_range(redrawn)} under random "
         f"numbers drawn anew"
     )

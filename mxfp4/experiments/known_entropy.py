@@ -20,7 +20,7 @@ from mxfp4.experiments.claims import effect_text
 from mxfp4.experiments.effect import (
     SEEDS_AND_WINDOWS,
     Effect,
-    divergence_note,
+    endings_note,
     estimate,
     final_losses,
     widened,
@@ -58,7 +58,7 @@ def excess(study: Study, *, arm: str) -> Effect:
     """Final loss of `arm` above the irreducible one, nats a token."""
     floor = irreducible(study)
     values = {s: loss - float(floor.mean()) for s, loss in final_losses(study, arm).items()}
-    effect = estimate(values, "nats", divergence_note(study, arm))
+    effect = estimate(values, "nats", endings_note(study, arm))
     matrix = resample.panel(study, arm, effect.seeds)
     if matrix is None or matrix.shape[1] != len(floor) or len(effect.seeds) < 2:
         return effect
@@ -71,7 +71,7 @@ def excess_ratio(study: Study, *, arm: str, reference: str = "bf16") -> Effect:
     ours, theirs = final_losses(study, arm), final_losses(study, reference)
     shared = sorted(ours.keys() & theirs.keys())
     ratios = {s: (ours[s] - floor.mean()) / (theirs[s] - floor.mean()) for s in shared}
-    effect = estimate(ratios, "ratio", divergence_note(study, arm, reference))
+    effect = estimate(ratios, "ratio", endings_note(study, arm, reference))
     panels = [resample.panel(study, name, shared) for name in (arm, reference)]
     if any(p is None or p.shape[1] != len(floor) for p in panels) or len(shared) < 2:
         return effect

@@ -73,12 +73,12 @@ def overhead_frame(curves: pd.DataFrame, results: pd.DataFrame, target: float) -
     logged, stated = published.figure("log/overhead"), published.figure("token-overhead")
     rows += [
         (
-            "means of ten runs, at the evaluation that ends them",
+            "plain means of ten runs, at the evaluation that ends them",
             sample_overhead(results),
             "logs, ten runs",
             "log",
         ),
-        ("means of ten runs, crossing interpolated", logged.high, logged.source, logged.mark),
+        ("plain means of ten runs, crossing interpolated", logged.high, logged.source, logged.mark),
         ("P1", stated.low, stated.source, stated.mark),
     ]
     return pd.DataFrame(rows, columns=["how", "overhead", "source", "mark"])
@@ -96,42 +96,52 @@ def uncertainty_frame(results: pd.DataFrame) -> pd.DataFrame:
 
 
 def speed_frame(results: pd.DataFrame) -> pd.DataFrame:
-    """source, mark, step_speed, overhead, end_to_end (computed from these), stated (by the source; minutes of
-    logs)."""
-    speed, overhead = published.figure("step-speed"), published.figure("token-overhead")
-    press_speed, press_overhead = published.figure("press/step-speed"), published.figure("press/overhead")
+    """source, mark, step_speed, overhead, end_to_end (computed from these), arithmetic (the same, written out), stated (by
+    the source as text; for the logs the ratio of their minutes). P1 and the press article stand under their own names."""
+    rows = [(*_published_speed("step-speed"), published.figure("token-overhead").low, published.figure("end-to-end").text)]
+    press = published.figure("press/overhead")
+    for overhead in (press.high, press.low):
+        rows.append((*_published_speed("press/step-speed"), overhead, published.figure("press/end-to-end").text))
     minutes = float(_row(results, FP8)["minutes"] / _row(results, FP4)["minutes"])
-    rows = [
-        (speed.source, speed.mark, speed.low, overhead.low, published.figure("end-to-end").low),
-        (press_speed.source, press_speed.mark, press_speed.low, press_overhead.low, math.nan),
-        (press_speed.source, press_speed.mark, press_speed.low, press_overhead.high, math.nan),
-        ("MLPerf logs", "log", step_speed(results), sample_overhead(results), minutes),
-    ]
+    rows.append(("MLPerf logs", "log", step_speed(results), sample_overhead(results), f"{minutes:.2f}x by minutes"))
     frame = pd.DataFrame(rows, columns=["source", "mark", "step_speed", "overhead", "stated"])
     frame.insert(4, "end_to_end", speedup(frame["step_speed"], frame["overhead"]))
+    frame.insert(5, "arithmetic", [arithmetic(r.step_speed, r.overhead) for r in frame.itertuples()])
     return frame
 
 
+def _published_speed(name: str) -> tuple[str, str, float]:
+    """Source, mark and value of a published step speed."""
+    speed = published.figure(name)
+    return speed.source, speed.mark, speed.low
+
+
+def arithmetic(speed: float, overhead: float) -> str:
+    """ "1.21 / 1.08 = 1.12": step speed over one plus the token overhead, written out."""
+    places = 2 if math.isclose(round(speed, 2), speed) and math.isclose(round(overhead, 2), overhead) else 3
+    return f"{speed:.{places}f} / {1 + overhead:.{places}f} = {float(speedup(speed, overhead)):.{places}f}"
+
+
 def break_even_chart(results: pd.DataFrame) -> alt.LayerChart:
-    """End-to-end gain against token overhead for the step speeds of P1 and of the logs, each source's own
-    point on it."""
+    """End-to-end gain against token overhead for the step speeds of P1, of the press article and of the logs, each source's
+    own points on its line."""
     overheads = np.linspace(0, 0.3, 61)
-    points = speed_frame(results).drop_duplicates("source", keep="last")
-    points = points[points["mark"].isin(["P1", "log"]) & ~points["source"].str.contains("press")]
+    points = speed_frame(results)
     lines = pd.concat([
         pd.DataFrame({
             "source": r.source, "overhead": 100 * overheads, "gain": speedup(r.step_speed, overheads),
         })
-        for r in points.itertuples()
+        for r in points.drop_duplicates("source").itertuples()
     ])  # fmt: skip
-    colour = alt.Color("source:N", title=None, scale=alt.Scale(range=list(PALETTE[:2])))
+    sources = list(dict.fromkeys(points["source"]))
+    colour = alt.Color("source:N", title=None, sort=sources, scale=alt.Scale(domain=sources, range=list(PALETTE[:3])))
     x = alt.X("overhead:Q", title="token overhead, percent")
     y = alt.Y("gain:Q", title="end-to-end speed over FP8", scale=alt.Scale(zero=False))
     line = alt.Chart(lines).mark_line().encode(x=x, y=y, color=colour)
     own = points.assign(overhead=100 * points["overhead"], gain=points["end_to_end"])
     dot = alt.Chart(own).mark_point(size=120).encode(
         x="overhead:Q", y="gain:Q", color=colour,
-        tooltip=["source", "mark", alt.Tooltip("overhead:Q", format=".1f"),
+        tooltip=["source", "mark", "arithmetic", alt.Tooltip("overhead:Q", format=".1f"),
                  alt.Tooltip("gain:Q", format=".3f")],
     )  # fmt: skip
     even = alt.Chart(pd.DataFrame({"one": [1.0]})).mark_rule(strokeDash=[4, 4]).encode(y="one:Q")

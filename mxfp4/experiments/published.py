@@ -1,6 +1,6 @@
 """The papers' figures and the public MLPerf logs' as data, each with its source and its mark.
 
-Marks: P1, P2 (the two papers), log (computed from public MLPerf logs), code (read in public code), vendor (the
+Marks: P1, P2 (the two papers), press (an article on P1's work), log (computed from public MLPerf logs), code (read in public code), vendor (the
 maker's data sheet), inferred (our reading, to be tested). Shares are fractions (0.08 is 8 %), losses nats a token, one
 sequence is 8192 tokens.
 """
@@ -8,6 +8,7 @@ sequence is 8192 tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pandas as pd
@@ -16,6 +17,7 @@ from mxfp4.errors import UserError
 
 MARKS = {
     "P1": "Cim et al., Pretraining Large Language Models with MXFP4 on Native FP4 Hardware, arXiv 2605.09825",
+    "press": "press article on P1's work, not P1",
     "P2": "Rahimifar et al., Stable FP4 Training via Transposition-Invariant Block Quantization, "
     "arXiv 2607.24953 (abstract)",
     "log": "public MLPerf Training result logs, Llama 3.1 8B, AMD, 8 x MI355X",
@@ -77,6 +79,9 @@ def table1() -> pd.DataFrame:
     return frame.assign(source="P1, Table 1", mark="P1")
 
 
+PRESS = "press article on P1"
+"""Source of the figures with the mark press."""
+
 FIGURES: dict[str, Figure] = {
     **{
         f"table1/{name}": Figure(
@@ -95,14 +100,18 @@ FIGURES: dict[str, Figure] = {
     "step-speed": Figure("1.21x", "P1, Table 2", "P1", 1.21, 1.21),
     "token-overhead": Figure("8 %", "P1, Table 2", "P1", 0.08, 0.08),
     "end-to-end": Figure("1.12x end to end", "P1, Table 2", "P1", 1.12, 1.12),
-    "press/step-speed": Figure("1.20x", "press summaries of P1", "P1", 1.20, 1.20),
-    "press/overhead": Figure("9-10 %", "press summaries of P1", "P1", 0.09, 0.10),
+    "press/step-speed": Figure("1.20x", PRESS, "press", 1.20, 1.20),
+    "press/overhead": Figure("8-9 %", PRESS, "press", 0.08, 0.09),
+    "press/end-to-end": Figure("+9-10 % end to end", PRESS, "press", 1.09, 1.10),
     "h16-h32": Figure("1.08 : 1 kernel throughput", "P1, text", "P1", 1.08, 1.08),
     "fig2": Figure("FP8 and MXFP4 + H16 nearly coincide, plain MXFP4 is slower", "P1, Fig. 1 and 2", "P1"),
     "fig2/rough": Figure("plain MXFP4 is rougher", "P1, Fig. 1 and 2", "P1"),
     "partial": Figure("SR and random H on partial scopes: acceptable, no figures", "P1, text", "P1"),
     "explanation": Figure(
-        "random signs change the error pattern every step, a fixed rotation keeps it", "P1, text", "P1"
+        "micro-scaling error along Wgrad is what hurts; stochastic methods bring more of it", "P1, text", "P1"
+    ),
+    "press/explanation": Figure(
+        "random methods change the error pattern at every step, a fixed rotation keeps it", PRESS, "press"
     ),
     "p2/diagnosis": Figure(
         "a transpose changes a value's scale with 1D blocks, not with 2D", "P2, abstract", "P2"
@@ -137,6 +146,17 @@ FIGURES: dict[str, Figure] = {
 }
 
 
+RECONSTRUCTION = (
+    "ti2d is our reconstruction of P2's recipe from its abstract: which operands P2 rounds stochastically and where it has "
+    "square blocks is not public to us."
+)
+
+
+def reconstruction_note(arms: Iterable[str]) -> str:
+    """RECONSTRUCTION where one of `arms` is a ti2d recipe, else empty."""
+    return RECONSTRUCTION if any(arm.startswith("ti2d") for arm in arms) else ""
+
+
 def figure(name: str) -> Figure:
     """The published figure called `name`; UserError lists the known ones."""
     if name not in FIGURES:
@@ -158,9 +178,19 @@ BATCH = 32
 """Sequences in an optimizer step."""
 
 
+FP8_PLAIN_MINUTES = 99.97
+"""Plain mean of the minutes of the ten FP8 runs; `mlperf_results` has MLPerf's score."""
+MEANS_NOTE = (
+    "Sequences are plain means of ten runs. FP8's 99.31 minutes are MLPerf's score, which leaves out the best and the worst of "
+    f"the ten runs; their plain mean is {FP8_PLAIN_MINUTES}. Our source does not say which of the two the 86.84 minutes are. FP8 was "
+    "evaluated after 12,256, 24,544, ... sequences, one batch earlier each time than MXFP4 + H16."
+)
+"""What the means of `mlperf_results` are, for print beside them."""
+
+
 def mlperf_results() -> pd.DataFrame:
-    """AMD's two result sets (means of ten runs each): arm, round, minutes, samples, seconds_per_step, source,
-    mark."""
+    """AMD's two result sets, ten runs each: arm, round, minutes, samples, seconds_per_step, source, mark. MEANS_NOTE says
+    what the means leave out."""
     rows = [
         ("FP8", "v5.1", 99.31, 179_373, 1.043, "MLPerf v5.1 logs"),
         ("MXFP4 + H16", "v6.0", 86.84, 186_778, 0.874, "MLPerf v6.0 logs, from a fork of the results"),
@@ -169,6 +199,8 @@ def mlperf_results() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns).assign(mark="log")
 
 
+_FIRST_EVALUATION = {"MXFP4 + H16": 12_288, "FP8": 12_256}
+"""Sequences before the first evaluation; the others follow every EVAL_EVERY."""
 _RUN0 = {
     "MXFP4 + H16": (
         5.800,
@@ -195,11 +227,13 @@ def mlperf_curves() -> pd.DataFrame:
     """Validation curves of run 0 of both sets: arm, samples, tokens, eval_loss (nats a token). Source: MLPerf
     logs."""
     rows = [
-        {"arm": arm, "samples": n * EVAL_EVERY, "tokens": n * EVAL_EVERY * SEQUENCE, "eval_loss": loss}
+        {"arm": arm, "samples": _FIRST_EVALUATION[arm] + n * EVAL_EVERY, "eval_loss": loss}
         for arm, losses in _RUN0.items()
-        for n, loss in enumerate(losses, start=1)
+        for n, loss in enumerate(losses)
     ]
-    return pd.DataFrame(rows)
+    frame = pd.DataFrame(rows)
+    frame.insert(2, "tokens", frame["samples"] * SEQUENCE)
+    return frame
 
 
 MI355X_FLOPS = {"mxfp4": 10.1e15, "fp8": 5.0e15, "bf16": 2.5e15}

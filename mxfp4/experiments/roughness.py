@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from mxfp4.experiments import efficiency, resample
-from mxfp4.experiments.effect import Effect, NoEffect, divergence_note
+from mxfp4.experiments.effect import Effect, NoEffect, endings_note
 from mxfp4.experiments.study import Study
 
 
@@ -39,7 +39,7 @@ def roughness(study: Study, *, arm: str, reference: str = "fp8") -> Effect:
     a, b = rng.chisquare(freedom, (2, efficiency.DRAWS))
     low, high = resample.interval(ours / theirs * np.sqrt(b / a))
     over = "the points of the curves in all seeds"
-    return Effect(ours / theirs, low, high, "ratio", tuple(shared), over, divergence_note(study, arm))
+    return Effect(ours / theirs, low, high, "ratio", tuple(shared), over, endings_note(study, arm))
 
 
 def _second_differences(study: Study, arm: str) -> pd.DataFrame:

@@ -12,7 +12,7 @@ import pandas as pd
 
 from mxfp4.experiments import metrics
 from mxfp4.experiments.claims import effect_text
-from mxfp4.experiments.curves import ROUNDINGS, RULES
+from mxfp4.experiments.curves import ROUNDINGS, RULES, training_cost
 from mxfp4.experiments.effect import Effect
 from mxfp4.experiments.plan import rule_arm
 from mxfp4.experiments.study import Study
@@ -22,15 +22,17 @@ CLIPPING = ("floor", "even")
 
 
 def sr_cost_frame(study: Study, *, rules: Sequence[str] = RULES) -> pd.DataFrame:
-    """rule, where SR is applied, what it costs: final loss with SR less the loss without, paired; text with interval."""
+    """rule, where SR is applied, what it costs: final evaluation loss (cost) and last training loss (training) with SR less
+    those without, paired; text with interval."""
     rows = []
     for rule in rules:
         for suffix in ("+sr-grad", "+sr"):
             effect = _cost(study, rule, suffix, "")
             if effect is not None:
                 arms = {"arm": rule_arm(rule, suffix), "against": rule_arm(rule, "")}
-                rows.append({"rule": rule, "where": ROUNDINGS[suffix], "cost": effect_text(effect, unit=False), **arms})
-    return pd.DataFrame(rows, columns=["rule", "where", "cost", "arm", "against"])
+                costs = {"cost": effect_text(effect, unit=False), "training": training_cost(study, **arms)}
+                rows.append({"rule": rule, "where": ROUNDINGS[suffix], **costs, **arms})
+    return pd.DataFrame(rows, columns=["rule", "where", "cost", "training", "arm", "against"])
 
 
 def sr_cost_text(study: Study, *, rules: Sequence[str] = RULES) -> str:

@@ -115,7 +115,7 @@ def block_sizes(name: str) -> pd.DataFrame:
 
 def gated(study: Study | None, arms: Sequence[str], *, at: float = metrics.AT) -> pd.DataFrame:
     """Table 2, theirs and ours: source, arm, step_speed, overhead, low, high (its interval), end_to_end, e_low, e_high,
-    stated, basis.
+    arithmetic (of published figures, written out), stated (by their source, text), basis.
 
     Published rows have no interval. Ours take the step speed of P1 and of the logs for the recipe that these timed, and
     the measured one where FP4 is native.
@@ -123,18 +123,18 @@ def gated(study: Study | None, arms: Sequence[str], *, at: float = metrics.AT) -
     frame = logs.speed_frame(published.mlperf_results())
     rows = [
         {"source": f"{r.source} ({r.mark})", "arm": BLOCKS[0], "step_speed": r.step_speed, "overhead": r.overhead,
-         "end_to_end": r.end_to_end, "stated": r.stated, "basis": "as published"}
+         "end_to_end": r.end_to_end, "arithmetic": r.arithmetic, "stated": r.stated, "basis": "as published"}
         for r in frame.itertuples()
     ]  # fmt: skip
     for arm in arms if study is not None else ():
         rows += _ours(study, arm, at)
     ours = ["source", "arm", "step_speed", "overhead", "low", "high", "end_to_end", "e_low", "e_high"]
-    return pd.DataFrame(rows, columns=[*ours, "stated", "basis"])
+    return pd.DataFrame(rows, columns=[*ours, "arithmetic", "stated", "basis"])
 
 
 def gated_table(frame: pd.DataFrame) -> pd.DataFrame:
     """`gated` for print: source (with arm and basis for ours), step_speed, overhead and end_to_end with intervals,
-    stated."""
+    arithmetic and stated of published rows."""
 
     def interval(low: float, high: float, form: str) -> str:
         if math.isnan(low) or math.isnan(high):
@@ -147,11 +147,12 @@ def gated_table(frame: pd.DataFrame) -> pd.DataFrame:
             "step_speed": r.step_speed,
             "overhead": f"{r.overhead:+.1%}{interval(r.low, r.high, '+.1%')}",
             "end_to_end": f"{r.end_to_end:.2f}{interval(r.e_low, r.e_high, '.2f')}",
+            "arithmetic": r.arithmetic,
             "stated": r.stated,
         }
         for r in frame.itertuples()
     ]
-    return pd.DataFrame(rows, columns=["source", "step_speed", "overhead", "end_to_end", "stated"])
+    return pd.DataFrame(rows, columns=["source", "step_speed", "overhead", "end_to_end", "arithmetic", "stated"])
 
 
 def _ours(study: Study, arm: str, at: float) -> list[dict]:
@@ -176,7 +177,7 @@ def _row(source: str, arm: str, speed: float, o: Effect, basis: str, end: Effect
         value, low, high = end.value, end.low, end.high
     return {
         "source": source, "arm": arm, "step_speed": speed, "overhead": o.value, "low": o.low, "high": o.high,
-        "end_to_end": value, "e_low": low, "e_high": high, "stated": math.nan, "basis": basis,
+        "end_to_end": value, "e_low": low, "e_high": high, "arithmetic": None, "stated": None, "basis": basis,
     }  # fmt: skip
 
 
@@ -222,7 +223,7 @@ def gated_chart(frame: pd.DataFrame, study: Study | None, *, title: str) -> alt.
         layers.append(rule.encode(x=low, x2="e_high:Q", y=y, color=colour))
     layers.append(alt.Chart(frame).mark_point(size=70).encode(
         x=x, y=y, color=colour,
-        tooltip=["label", "arm", alt.Tooltip("step_speed:Q", format=".2f"), alt.Tooltip("overhead:Q", format=".1%"),
+        tooltip=["label", "arm", "arithmetic", alt.Tooltip("step_speed:Q", format=".2f"), alt.Tooltip("overhead:Q", format=".1%"),
                  alt.Tooltip("end_to_end:Q", format=".3f")],
     ))  # fmt: skip
     return alt.layer(*layers).properties(title=alt.TitleParams(title, subtitle=said), height=alt.Step(26))

@@ -2,7 +2,7 @@
 
 | rule  | exponent of the scale        | amax/scale (E2M1) | clips     | who uses it                           |
 |-------|------------------------------|-------------------|-----------|---------------------------------------|
-| floor | floor(log2 amax) - emax      | [4, 8)            | (6, 8)    | OCP MX 1.0 section 6.3; P1's formula  |
+| floor | floor(log2 amax) - emax      | [4, 8)            | (6, 8)    | OCP MX 1.0 section 6.3                |
 | even  | of amax rounded to the element's mantissa, - emax | [3.5, 7) | (6, 7) | ROCm Transformer Engine, aiter |
 | ceil  | ceil(log2 amax) - emax       | (2, 4]            | never     |                                       |
 | rceil | ceil(log2(amax / max))       | (3, 6]            | never     | P2 "truncation-free", TetraJet        |

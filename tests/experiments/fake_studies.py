@@ -36,9 +36,12 @@ def config(recipe: str, seed: int = 0, **changes) -> TrainConfig:
     return TrainConfig(**{**values, **changes})
 
 
-def curve(c: TrainConfig, slowdown: float = 1.0, offset: float = 0.0, until: int | None = None) -> list[dict]:
+def curve(
+    c: TrainConfig, slowdown: float = 1.0, offset: float = 0.0, until: int | None = None, training: float = 3.0,
+    flat: float | None = None,
+) -> list[dict]:  # fmt: skip
     """Loss 3 + 3 / (1 + 10 t) at the share t of the budget, slowed down by a factor: its overhead is slowdown
-    - 1."""
+    - 1. training: the training loss of every step. flat: the loss below which the curve does not fall."""
     rows = []
     for step in range(0, (until or c.steps) + 1, c.eval_every):
         t = step / c.steps / slowdown
@@ -46,10 +49,10 @@ def curve(c: TrainConfig, slowdown: float = 1.0, offset: float = 0.0, until: int
             {
                 "step": step,
                 "tokens": step * c.tokens_per_step,
-                "train_loss": 3.0,
+                "train_loss": training,
                 "grad_norm": 1.0,
                 "lr": c.lr,
-                "eval_loss": 3 + 3 / (1 + 10 * t) + offset + 0.003 * c.seed,
+                "eval_loss": max(3 + 3 / (1 + 10 * t) + offset + 0.003 * c.seed, flat or 0.0),
                 "eval_bpb": 1.0,
             }
         )
@@ -58,10 +61,11 @@ def curve(c: TrainConfig, slowdown: float = 1.0, offset: float = 0.0, until: int
 
 def put(
     store: Store, c: TrainConfig, *, slowdown=1.0, offset=0.0, diverged_at=None, probes=(), speed=1000.0, arms_on_device=1,
-    windows=(-0.3, -0.1, 0.15, 0.25), corpus="fake", wobble=(), ranks=None,
+    windows=(-0.3, -0.1, 0.15, 0.25), corpus="fake", wobble=(), ranks=None, training=3.0,
+    flat=None,
 ) -> None:
     """windows: what each evaluation window's loss is above their mean, at the end. wobble: added to the evaluations."""
-    rows = curve(c, slowdown, offset, diverged_at)
+    rows = curve(c, slowdown, offset, diverged_at, training, flat)
     for row, extra in zip(rows, wobble, strict=False):
         row["eval_loss"] += float(extra)
     if c.stop_at_target:

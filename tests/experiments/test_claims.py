@@ -111,7 +111,7 @@ def test_a_run_that_was_not_probed_is_no_record(store):
 
 def test_divergence_decides(store):
     fill(store, {**REAL, "mxfp4+sr": math.inf, "mxfp4": math.inf, "mxfp4+h16": 1.08})
-    v = verdict("h2-sr", store)
+    v = verdict("h2-sr", store, posthoc=False)
     assert v.verdict == "holds" and v.effect.value == 0 and "diverged in seed 0, 1, 2" in v.effect.note
     assert verdict("h1-wgrad", store).verdict == "holds"  # a bound from below is above zero
     v = verdict("h3-loss", store)
@@ -122,12 +122,22 @@ def test_divergence_decides(store):
 
 def test_a_converging_arm_refutes_that_it_does_not(store):
     fill(store, {"fp8": 1.0, "mxfp4+sr": 1.2})
-    assert verdict("h2-sr", store).verdict == "does not hold"
+    assert verdict("h2-sr", store, posthoc=False).verdict == "does not hold"
+
+
+def test_convergence_is_asked_at_two_thirds_of_fp8s_budget(store):
+    """An arm that needs 1.6 times FP8's tokens passed when it was asked at half of the budget; now it fails."""
+    fill(store, {"fp8": 1.0, "mxfp4+sr": 1.6, "mxfp4+rht16": 1.4})
+    assert LEDGER["h2-sr"].arguments["at"] == LEDGER["h2-rht"].arguments["at"] == pytest.approx(2 / 3, abs=1e-3)
+    assert verdict("h2-sr", store, posthoc=False).verdict == "holds"
+    assert verdict("h2-sr", store, posthoc=False, arguments={"arm": "mxfp4+sr", "at": 0.5}).verdict == "does not hold"
+    assert verdict("h2-rht", store, posthoc=False).verdict == "does not hold"
 
 
 def test_partly_converging_is_undecided(store):
     fill(store, {"fp8": 1.0, "mxfp4+sr": lambda s: math.inf if s == 2 else 1.2})
-    assert verdict("h2-sr", store).verdict == "undecided"
+    v = verdict("h2-sr", store)
+    assert v.verdict == "undecided" and "nats above fp8 passes" in v.effect.note
 
 
 def test_the_study_that_decides_is_taken_not_the_largest(store):
@@ -235,7 +245,8 @@ def write(tmp_path, change):
         ),
         (lambda d, e: e.update(needs="much"), "needs 'much' is not known; known: any"),
         (lambda d, e: e.update(needs={"sedes": 3}), "unknown need 'sedes'; known: parameters"),
-        (lambda d, e: e.update(paper="P3"), "paper 'P3' is not known; known: P1, P2"),
+        (lambda d, e: e.update(paper="P3"), "paper 'P3' is not known; known: P1, press, P2"),
+        (lambda d, e: e.update(posthoc="yes"), "claim 'x': posthoc='yes' is not true or false"),
         (lambda d, e: e.pop("chapter"), "lacks chapter"),
         (lambda d, e: d.pop("claims"), "has no list `claims`"),
     ],
@@ -303,7 +314,8 @@ def test_command(store, monkeypatch, capsys):
     ]
     assert cli.main(["claims", "--id", "h2-sr", "--scale", "gpu"]) == 0
     out = capsys.readouterr().out
-    assert "HOLDS" in out and "1 claims: 1 holds" in out and "diverged" in out
+    assert "SUGGESTED BY THESE RECORDS" in out and "1 claims: 1 suggested by these records" in out and "diverged" in out
+    assert "note: The rule was chosen after records were seen" in out
     assert (
         cli.main(["claims", "--id", "h7"]) == 1
         and "'h7' is not in the ledger; known" in capsys.readouterr().err
@@ -375,7 +387,7 @@ def test_published_figures_have_a_source_and_a_mark():
 
 def test_what_a_metric_assumes_is_said_and_whose_step_speed_it_is(store):
     fill(store, {"fp8": 1.0, "mxfp4+h16": 1.08})
-    (v,) = judge_all([c for c in load_ledger() if c.id == "h4-net"], store.load())
+    v = verdict("h4-net", store, needs={"seeds": 3})
     assert "reference=fp8" in decided_by(v) and f"at={AT}" in decided_by(v)
     assert v.effect.of == "at P1's step speed" and v.reason == "holds when above 1x at P1's step speed"
 

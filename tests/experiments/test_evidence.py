@@ -97,15 +97,28 @@ def test_mlperf_arithmetic():
     table, results = published.mlperf_curves(), published.mlperf_results()
     cross, grid = logs.crossings(table, published.TARGET), logs.grid_samples(table, published.TARGET)
     # by hand: FP8 3.318 -> 3.291 between evaluations 13 and 14, MXFP4 3.315 -> 3.291 between 14 and 15
-    assert cross["FP8"] == pytest.approx(12288 * (13 + 0.018 / 0.027))
+    # FP8's evaluations come after 12,256, 24,544, ... sequences
+    assert list(table[table["arm"] == "FP8"]["samples"][:2]) == [12256, 24544]
+    assert cross["FP8"] == pytest.approx(12256 + 12288 * (12 + 0.018 / 0.027))
     assert cross["MXFP4 + H16"] == pytest.approx(12288 * (14 + 0.015 / 0.024))
-    assert grid == {"FP8": 14 * 12288, "MXFP4 + H16": 15 * 12288}
+    assert grid == {"FP8": 12256 + 13 * 12288, "MXFP4 + H16": 15 * 12288}
+    # both sets' samples are plain means of ten runs that end on these grids: four and six, eight and two
+    assert results.set_index("arm")["samples"].to_dict() == {
+        "FP8": round((4 * grid["FP8"] + 6 * (grid["FP8"] + 12288)) / 10),
+        "MXFP4 + H16": round((8 * grid["MXFP4 + H16"] + 2 * (grid["MXFP4 + H16"] + 12288)) / 10),
+    }
     assert logs.sample_overhead(results) == pytest.approx(0.0413, abs=1e-4)
     assert logs.step_speed(results) == pytest.approx(1.193, abs=1e-3)
     speed = logs.speed_frame(results)
-    assert speed["end_to_end"].iloc[0] == pytest.approx(1.21 / 1.08) and speed["stated"].iloc[
-        -1
-    ] == pytest.approx(1.1436, abs=1e-4)
+    assert speed["end_to_end"].iloc[0] == pytest.approx(1.21 / 1.08) and speed["stated"].iloc[-1] == "1.14x by minutes"
+    press = speed[speed["mark"] == "press"]
+    assert list(press["arithmetic"]) == ["1.20 / 1.09 = 1.10", "1.20 / 1.08 = 1.11"]
+    end = published.figure("press/end-to-end")
+    assert (end.low, end.high) == (1.09, 1.10) and "99.97" in published.MEANS_NOTE and "12,256" in published.MEANS_NOTE
+    stated = published.figure("press/overhead")
+    assert (stated.low, stated.high, stated.text) == (0.08, 0.09, "8-9 %")
+    drawn = logs.break_even_chart(results).layer[2].data
+    assert list(drawn["source"]) == ["P1, Table 2", "press article on P1", "press article on P1", "MLPerf logs"]
     quantum = logs.overhead_frame(table, results, 3.3)["overhead"].iloc[0]
     assert 0.065 < quantum < 0.07
     assert len(logs.overhead_frame(table, results, 3.0)) == 4  # neither curve gets there

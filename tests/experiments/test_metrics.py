@@ -50,7 +50,8 @@ def test_convergence_is_by_seed(tmp_path):
         tmp_path,
         {
             "fp8": 1.0,
-            "mxfp4": 1.5,
+            "mxfp4": 1.4,
+            "mxfp4+2d": 1.6,
             "mxfp4+sr": 2.5,
             "mxfp4+h16": lambda s: 2.5 if s else 1.1,
             "mxfp4+rht16": math.inf,
@@ -58,6 +59,10 @@ def test_convergence_is_by_seed(tmp_path):
     )
     spans = {arm: metrics.convergence(study, arm=arm) for arm in study.arms}
     assert (spans["mxfp4"].low, spans["mxfp4"].high) == (1, 1)
+    assert (spans["mxfp4+2d"].low, spans["mxfp4+2d"].high) == (0, 0)
+    assert metrics.convergence(study, arm="mxfp4+2d", at=0.5).low == 1
+    slack = 3 / (1 + 10 * metrics.CONVERGED_AT) - 3 / 11
+    assert f"an arm that ends up to {slack:.2f} nats above fp8 passes" in spans["mxfp4"].note
     assert (spans["mxfp4+sr"].low, spans["mxfp4+sr"].high) == (0, 0)
     assert (spans["mxfp4+h16"].low, spans["mxfp4+h16"].high) == (0, 1)
     assert spans["mxfp4+rht16"].high == 0 and "diverged in seed 0, 1, 2" in spans["mxfp4+rht16"].note

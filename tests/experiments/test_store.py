@@ -97,7 +97,7 @@ def test_records_of_another_semantics_version_are_left_out(store, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "damage", ["no json", "cut json", "flipped curve", "no probes", "other config", "list", "binary"]
+    "damage", ["no json", "cut json", "flipped curve", "no curve", "other config", "list", "binary"]
 )
 def test_a_damaged_record_is_named_and_never_read(store, damage):
     config = tiny_config()
@@ -111,8 +111,8 @@ def test_a_damaged_record_is_named_and_never_read(store, damage):
         data = bytearray((folder / "curve.parquet").read_bytes())
         data[len(data) // 2] ^= 1
         (folder / "curve.parquet").write_bytes(data)
-    elif damage == "no probes":
-        (folder / "probes.parquet").unlink()
+    elif damage == "no curve":
+        (folder / "curve.parquet").unlink()
     elif damage == "other config":
         data = json.loads(about.read_text())
         data["config"]["lr"] = 0.123

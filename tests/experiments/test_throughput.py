@@ -76,8 +76,10 @@ def test_the_claim_is_decided_on_native_hardware_alone(study, monkeypatch):
 
 def test_published_rows_are_the_sources(study):
     frame = throughput.gated(None, ["mxfp4+h16"])
-    assert list(frame["source"]) == ["P1, Table 2 (P1)", *["press summaries of P1 (P1)"] * 2, "MLPerf logs (log)"]
-    assert frame["end_to_end"].iloc[0] == pytest.approx(1.21 / 1.08) and frame["stated"].iloc[0] == 1.12
+    assert list(frame["source"]) == ["P1, Table 2 (P1)", *["press article on P1 (press)"] * 2, "MLPerf logs (log)"]
+    assert frame["end_to_end"].iloc[0] == pytest.approx(1.21 / 1.08)
+    assert list(frame["stated"]) == ["1.12x end to end", *["+9-10 % end to end"] * 2, "1.14x by minutes"]
+    assert list(frame["arithmetic"])[:3] == ["1.21 / 1.08 = 1.12", "1.20 / 1.09 = 1.10", "1.20 / 1.08 = 1.11"]
     printed = throughput.gated_table(frame)
     assert printed["overhead"].iloc[0] == "+8.0%" and printed["end_to_end"].iloc[3] == "1.15"
     title = throughput.gated_chart(frame, None, title="T").to_dict()["title"]

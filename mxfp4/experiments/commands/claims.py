@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for v in verdicts:
         figure = v.claim.published
-        print(f"{v.verdict.upper():<25} {v.claim.id}")
+        print(f"{v.verdict.upper():<29} {v.claim.id}")
         print(textwrap.fill(v.claim.claim, 100, initial_indent="  ", subsequent_indent="  "))
         print(f"  published: {figure.text} ({figure.cite})")
         if v.effect is not None:
@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
             )
             if v.effect.note:
                 print(f"        {v.effect.note}")
+        for note in v.claim.notes:
+            print(textwrap.fill(note, 100, initial_indent="  note: ", subsequent_indent="        "))
         print(f"  {v.reason}\n")
     counts = Counter(v.verdict for v in verdicts)
     print(

@@ -21,16 +21,19 @@ def run(args: argparse.Namespace) -> int:
     """Exit code 0."""
     from mxfp4.experiments.plan import parts_of
     from mxfp4.experiments.store import Store
+    from mxfp4.experiments.study import studies
 
     plan, store = chosen_plan(args), Store()
     status = plan.status(store, args.device or (None if plan.scale.name == "cpu" else "cuda"))
-    devices = {r.machine["device"] for r in store.load(plan.scale.name)}
+    records = store.load(plan.scale.name)
+    study_of = {record.key: study for study in studies(records) for record in study.records}
+    devices = {r.machine["device"] for r in records}
     device = devices.pop() if len(devices) == 1 else "device"
     width = max(len(a.config.recipe) for a in status)
     own = plan.scale.config("bf16", 0)
     for arm in status:
-        where = setting_text(arm.config, own)
-        print(f"{arm.config.recipe:<{width}}  seed {arm.config.seed}  {_describe(arm)}{where and '  ' + where}")
+        where, study = setting_text(arm.config, own), study_of.get(arm.record.key) if arm.done else None
+        print(f"{arm.config.recipe:<{width}}  seed {arm.config.seed}  {_describe(arm, study)}{where and '  ' + where}")
     parts = parts_of(args.plan, plan.scale)
     if len(parts) > 1:
         print()
@@ -56,14 +59,15 @@ def _train_command(args: argparse.Namespace) -> str:
     return shlex.join(words + (["--corpus", args.corpus] if args.corpus else []))
 
 
-def _describe(arm) -> str:
+def _describe(arm, study=None) -> str:
+    """One line on an arm; study: that of its record, which says whether a finished run stalled."""
     from mxfp4.experiments.plan import BASES  # imports torch
     from mxfp4.experiments.progress import duration
 
     if arm.done:
         outcome = arm.record.outcome
         loss = outcome["final_loss"]
-        text = f"{outcome['status']} at step {outcome['step']}" + (
+        text = f"{study.ending(arm.record) if study else outcome['status']} at step {outcome['step']}" + (
             f", loss {loss:.4f}" if loss is not None else ""
         )
         noted = [f"step {r['step']} replayed ({r['reason']})" for r in outcome.get("replayed", [])]
