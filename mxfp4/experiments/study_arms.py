@@ -1,7 +1,7 @@
 """The arms of the registered study (book/study.yml), as configurations of scale gpu.
 
 book/study.yml says which arms run with how many seeds, on which source, at which size and budget. What it leaves open is
-fixed here: the learning rate (chosen on BF16, `runs/pilot/fresh.json`), the schedule, what is evaluated and probed.
+fixed here: the learning rate (chosen on BF16, `runs/pilot`), the schedule, what is evaluated and probed.
 """
 
 from __future__ import annotations

@@ -1,26 +1,29 @@
 """Source A: a synthetic language whose exact next-token probabilities are known, in any amount.
 
 A model's loss on it splits into a part that no model can remove and the model's own excess, so that the cost of
-quantization has an absolute scale. No token is ever seen twice. A window of seq_len + 1 tokens is a document of its own.
-Token 0 is a marker, tokens 1 to V - 1 are words. A window draws one hidden topic. Then, position by position:
+quantization has an absolute scale. No token is ever seen twice. A window of seq_len + 1 tokens is a document of its own,
+with one hidden topic. Position by position it continues with
 
-    text    with probability `marker` the marker (once there are HISTORY tokens to copy from); otherwise
-            with 1 - `background`: one of eight successors of the context, j with weight 1 / j. How far the context
-            reaches depends on the last word (`orders`): that word alone, or with classes of the one or two before it
-            with `background`: a word of the window's topic: Zipf-Mandelbrot over words that the topic permutes
-    cue     after a marker: the token d places before it, d with weight 1 / d
-    copy    after a cue: the tokens that followed the cue's last occurrence before the marker. It ends after n >= 2
-            tokens with n^-1.5 (64 at most), or before a marker; then text again. Where it ends is hidden
+    a definition  with probability `define`: one of slots^2 tokens, each of which says "slot i holds value v"
+    a query       with probability `query`, once something is defined: the slot of the k-th last definition, k with
+                  weight 1 / k. The next token is its answer: the value that the slot holds
+    a word        otherwise. With 1 - `background` one of eight successors of the context, j with weight 1 / j. How far
+                  the context reaches depends on the last token (`orders`): that token alone, or with classes of the one
+                  or two before it. With `background` a word of the topic: Zipf-Mandelbrot over words that it permutes
 
 Successors are hashed from the context, so nothing is stored. At V = 4,096 there are 1.4 k contexts of order 1, 0.13 M of
 order 2 and 1.7 M of order 3: the first are learned within millions of tokens, the last not within a billion, which
-gives the slow, even fall of the loss that text has. The hidden variables are the topic and whether a copy goes on. `log_prob` sums them out exactly (a forward
-filter over 2 x topics states); the probabilities it uses are those of the integer thresholds that `generate` compares
-with, to about 1e-9. All arithmetic that decides a token is on integers, so a CPU and a GPU make the same tokens.
+gives the slow, even fall of the loss that text has. Topic and answers need the whole window.
 
-Random numbers are NumPy's Philox words of (law seed, stream, window): the same in every release of NumPy.
-Sources: Zipf-Mandelbrot word frequencies (Mandelbrot 1953); copying after a cue is what induction heads learn (Olsson
-et al., arXiv 2209.11895); the forward algorithm of hidden Markov models (Rabiner 1989).
+Only the topic is hidden. `judge` sums it out exactly (a forward filter); the probabilities it uses are those of the
+integer thresholds that `generate` compares with, to about 1e-9. All arithmetic that decides a token is on integers, so
+a CPU and a GPU make the same tokens. Random numbers are NumPy's Philox words of (law seed, stream, window): the same in
+every release of NumPy.
+
+An earlier design copied what had followed a cue, which takes two layers (an induction head, Olsson et al., arXiv
+2209.11895). When a run learns that is a matter of luck: it made BF16's seeds scatter by 0.06 nats at 195 M tokens
+(runs/pilot). An answer here takes one lookup.
+Sources: Zipf-Mandelbrot word frequencies (Mandelbrot 1953); the forward algorithm of hidden Markov models (Rabiner 1989).
 """
 
 from __future__ import annotations
@@ -37,18 +40,14 @@ from torch import LongTensor, Tensor
 
 from mxfp4.errors import UserError
 
-MARKER = 0
 SUCCESSORS = 8
-HISTORY = 16
-MAX_COPY = 64
-LEAST_VOCABULARY = 32
+LEAST_VOCABULARY = 48
 LONGEST = 1 << 14
-"""Tokens of a window at most: where a token stood last is kept in 16 bits."""
-_TEXT, _CUE, _COPY = 0, 1, 2
+"""Tokens of a window at most."""
 _ONE = 1 << 32
 _MASK = _ONE - 1
-_DRAWS = 6
-"""32-bit numbers of a token: component, successor, word, marker, end of a copy, distance of a cue."""
+_DRAWS = 5
+"""32-bit numbers of a token: component, successor, word, kind, choice."""
 _CHUNK_WINDOWS = {"cpu": 512, "cuda": 16384}
 """Windows generated at a time: the loop over positions is Python, so a GPU takes many."""
 
@@ -58,7 +57,7 @@ class Law:
     """The parameters of the source. Probabilities are shares of 1."""
 
     vocab_size: int = 4096
-    """Tokens, the marker included."""
+    """Tokens: definitions, queries, answers, then words."""
     seed: int = 0
     """Picks the language: successors, classes and topics."""
     zipf_exponent: float = 1.0
@@ -66,24 +65,42 @@ class Law:
     zipf_shift: float = 2.7
     """q in (rank + q)^-s."""
     orders: tuple[tuple[float, int, int], ...] = ((0.35, 1, 1), (0.35, 16, 1), (0.2, 128, 1), (0.1, 128, 32))
-    """(share of words, classes of the token before, classes of the one before that): what counts after such a word."""
+    """(share of tokens, classes of the token before, classes of the one before that): what counts after such a token."""
     background: float = 0.1
-    """Share of text that comes from the topic."""
+    """Share of words that come from the topic."""
     topics: int = 16
     """Topics that a window may have, equally likely."""
-    marker: float = 0.0185
-    """Probability of a marker in text: about 15 % of all tokens are then copied."""
-    copy_exponent: float = 1.5
-    """A copy has n tokens with probability n^-copy_exponent, 2 to 64."""
+    slots: int = 0
+    """Slots, and values that each may hold; 0: 16, or 4 where the vocabulary is below 1,024."""
+    define: float = 0.02
+    """Probability of a definition."""
+    query: float = 0.03
+    """Probability of a query; an answer follows."""
 
     def __post_init__(self) -> None:
         if self.vocab_size < LEAST_VOCABULARY:
             raise UserError(f"vocab_size={self.vocab_size} must be at least {LEAST_VOCABULARY} for this source")
         object.__setattr__(self, "orders", tuple(tuple(order) for order in self.orders))
+        if not self.slots:
+            object.__setattr__(self, "slots", 16 if self.vocab_size >= 1024 else 4)
+        if self.words < SUCCESSORS:
+            raise UserError(f"slots={self.slots} leaves {self.words} of vocab_size={self.vocab_size} for words: {SUCCESSORS} are needed")
+
+    @property
+    def first_query(self) -> int:
+        return self.slots * self.slots
+
+    @property
+    def first_answer(self) -> int:
+        return self.first_query + self.slots
+
+    @property
+    def first_word(self) -> int:
+        return self.first_answer + self.slots
 
     @property
     def words(self) -> int:
-        return self.vocab_size - 1
+        return self.vocab_size - self.first_word
 
 
 class Tables:
@@ -91,14 +108,12 @@ class Tables:
 
     def __init__(self, law: Law, device: torch.device) -> None:
         self.law, self.device = law, device
-        rank = np.arange(1, law.vocab_size, dtype=np.float64)
-        self.words_below = self._thresholds((rank + law.zipf_shift) ** -law.zipf_exponent)  # [words]: upper edges
+        rank = np.arange(1, law.words + 1, dtype=np.float64)
+        self.words_below = self._thresholds((rank + law.zipf_shift) ** -law.zipf_exponent)  # upper edges, by rank
         self.successors_below = self._thresholds(1.0 / np.arange(1, SUCCESSORS + 1))
-        lengths = np.arange(2, MAX_COPY + 1, dtype=np.float64) ** -law.copy_exponent
-        hazard = np.concatenate([[0.0, 0.0], lengths / np.cumsum(lengths[::-1])[::-1]])  # [n]: copied so far
-        self.ends_below = self._int(np.minimum(np.round(hazard * _ONE), _ONE))
         self.background_below = round(law.background * _ONE)
-        self.marker_below = round(law.marker * _ONE)
+        self.define_below = round(law.define * _ONE)
+        self.query_below = self.define_below + round(law.query * _ONE)
         tokens = torch.arange(law.vocab_size, dtype=torch.int64)
         self.near, self.far = mix(tokens, law.seed, 1).to(device), mix(tokens, law.seed, 2).to(device)
         share, near, far = (torch.tensor(column) for column in zip(*law.orders, strict=True))
@@ -120,8 +135,8 @@ class Tables:
         return self._int(np.append(edges[:-1], _ONE))
 
     @cached_property
-    def near_weights(self) -> Tensor:
-        """int64 [LONGEST + 1]: running sums of 1 / d in units of 2^-24, from 0."""
+    def recency_sums(self) -> Tensor:
+        """int64 [LONGEST + 1]: running sums of 1 / k in units of 2^-24, from 0."""
         sums = np.cumsum(np.append(0.0, 1.0 / np.arange(1, LONGEST + 1)))
         return self._int(np.round(sums * (1 << 24)))
 
@@ -132,23 +147,25 @@ class Tables:
 
     def word(self, u: Tensor) -> Tensor:
         """The word at place u in [0, 2^32) of the Zipf distribution."""
-        return torch.searchsorted(self.words_below, u, right=True) + 1
+        return torch.searchsorted(self.words_below, u, right=True) + self.law.first_word
 
     def successor(self, context: Tensor, j: Tensor) -> Tensor:
         """The word that is successor j of a context."""
         return self.word(mix(context * SUCCESSORS + j, self.law.seed, 0))
 
-    def topic_word(self, rank: Tensor, topic: Tensor) -> Tensor:
-        """The word that has `rank` (from 1) in a topic."""
-        return ((rank - 1) * self.topic_factor[topic] + self.topic_shift[topic]) % self.law.words + 1
+    def topic_word(self, word: Tensor, topic: Tensor) -> Tensor:
+        """What a topic has in the place of `word`."""
+        rank = word - self.law.first_word
+        return (rank * self.topic_factor[topic] + self.topic_shift[topic]) % self.law.words + self.law.first_word
 
     @cached_property
     def topic_probs(self) -> Tensor:
-        """float64 [topics, vocabulary]: probability of each word in each topic; 0 for the marker."""
-        found = torch.zeros(self.law.topics, self.law.vocab_size, dtype=torch.float64, device=self.device)
-        rank = torch.arange(1, self.law.vocab_size, device=self.device).expand(self.law.topics, -1)
-        topic = torch.arange(self.law.topics, device=self.device)[:, None]
-        return found.scatter_(1, self.topic_word(rank, topic), shares(self.words_below).expand(self.law.topics, -1))
+        """float64 [topics, vocabulary]: probability of each word in each topic; 0 for other tokens."""
+        law = self.law
+        found = torch.zeros(law.topics, law.vocab_size, dtype=torch.float64, device=self.device)
+        word = torch.arange(law.first_word, law.vocab_size, device=self.device).expand(law.topics, -1)
+        topic = torch.arange(law.topics, device=self.device)[:, None]
+        return found.scatter_(1, self.topic_word(word, topic), shares(self.words_below).expand(law.topics, -1))
 
 
 def shares(below: Tensor) -> Tensor:
@@ -183,25 +200,34 @@ def draws(law_seed: int, stream: int, first: int, windows: int, length: int, dev
     return body, numbers[:, length * _DRAWS].contiguous()
 
 
-class _Copying:
-    """What a prefix says for certain of n windows: mode, where a copy reads, how much it has copied."""
+class _Slots:
+    """What the definitions, queries and answers so far say of n windows."""
 
-    def __init__(self, n: int, vocab_size: int, device: torch.device) -> None:
-        self.mode = torch.zeros(n, dtype=torch.int64, device=device)
-        self.source, self.copied = torch.zeros_like(self.mode), torch.zeros_like(self.mode)
-        self.seen_at = torch.zeros(n, vocab_size, dtype=torch.int16, device=device)
-        """Where each token stood last, tokens t - 2 and earlier."""
+    def __init__(self, law: Law, n: int, length: int, device: torch.device) -> None:
+        self.law = law
+        self.value = torch.zeros(n, law.slots, dtype=torch.int64, device=device)
+        self.defined = torch.zeros(n, length, dtype=torch.int64, device=device)
+        """Slots of the definitions, in order."""
+        self.count = torch.zeros(n, dtype=torch.int64, device=device)
+        self.asked = torch.zeros_like(self.count)
+        self.answers_next = torch.zeros(n, dtype=torch.bool, device=device)
 
-    def remember(self, x: Tensor, t: int) -> None:
-        if t >= 2:
-            place = torch.full_like(x[:, :1], t - 2, dtype=torch.int16)
-            self.seen_at.scatter_(1, x[:, t - 2, None], place)
+    def answer(self) -> Tensor:
+        """The token that answers the slot asked last."""
+        return self.value.gather(1, self.asked[:, None]).squeeze(1) + self.law.first_answer
 
-    def after_cue(self, cued: Tensor, token: Tensor) -> None:
-        """Where `cued`, token was a cue: the copy starts after its last occurrence before the marker."""
-        start = self.seen_at.gather(1, token[:, None]).squeeze(1).long() + 1
-        self.source = torch.where(cued, start, self.source)
-        self.copied = torch.where(cued, 0, self.copied)
+    def take(self, token: Tensor) -> None:
+        """Take in the next token."""
+        defines = token < self.law.first_query
+        asks = ~defines & (token < self.law.first_answer)
+        slot = torch.where(defines, token // self.law.slots, 0)[:, None]
+        value = torch.where(defines, token % self.law.slots, self.value.gather(1, slot).squeeze(1))
+        self.value.scatter_(1, slot, value[:, None])
+        place = self.count[:, None]
+        self.defined.scatter_(1, place, torch.where(defines[:, None], slot, self.defined.gather(1, place)))
+        self.count = self.count + defines
+        self.asked = torch.where(asks, token - self.law.first_query, self.asked)
+        self.answers_next = asks
 
 
 def generate(law: Law, stream: int, first: int, windows: int, length: int, device: torch.device) -> Tensor:
@@ -219,7 +245,7 @@ class _graph:
     def __init__(self, law: Law, windows: int, length: int, device: str) -> None:
         self.numbers = torch.zeros(length, _DRAWS, windows, dtype=torch.int64, device=device)
         self.topic = torch.zeros(windows, dtype=torch.int64, device=device)
-        _from_draws(law, self.numbers[: HISTORY + 4], self.topic)  # makes the tables, outside the capture
+        _from_draws(law, self.numbers[:4], self.topic)  # makes the tables, outside the capture
         torch.cuda.synchronize(device)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
@@ -238,30 +264,23 @@ def _from_draws(law: Law, numbers: Tensor, topic: Tensor) -> Tensor:
     device = topic.device
     tables = _tables(law, str(device))
     topic = topic % law.topics
-    sums = tables.near_weights
+    sums = tables.recency_sums
     x = torch.zeros(windows, length, dtype=torch.int64, device=device)
-    state = _Copying(windows, law.vocab_size, device)
+    slots = _Slots(law, windows, length, device)
     none = torch.zeros_like(topic)
     for t in range(length):
-        component, pick, word, mark, end, distance = numbers[t]
-        state.remember(x, t)
+        component, pick, word, kind, choice = numbers[t]
         x1, x2, x3 = (x[:, t - back] if t >= back else none for back in (1, 2, 3))
         j = torch.searchsorted(tables.successors_below, pick, right=True)
         follower = tables.successor(tables.contexts(x1, x2, x3), j)
         token = torch.where(component < tables.background_below, tables.topic_word(tables.word(word), topic), follower)
-        if t >= HISTORY:
-            token = torch.where(mark < tables.marker_below, MARKER, token)
-            copied = x.gather(1, state.source.clamp(max=t)[:, None]).squeeze(1)
-            stops = (end < tables.ends_below[state.copied]) | (copied == MARKER)
-            copying = (state.mode == _COPY) & ~stops
-            back = torch.searchsorted(sums[: t + 1], (distance * sums[t - 1]) >> 32, right=True)  # 1 to t - 1
-            cued = state.mode == _CUE
-            cue = x.gather(1, (t - 1 - back).clamp(min=0)[:, None]).squeeze(1)
-            token = torch.where(cued, cue, torch.where(copying, copied, token))
-            state.after_cue(cued, token)
-            state.source, state.copied = state.source + copying, state.copied + copying
-            marked = (token == MARKER) & ~cued & ~copying
-            state.mode = torch.where(cued | copying, _COPY, torch.where(marked, _CUE, _TEXT))
+        back = torch.searchsorted(sums, (choice * sums[slots.count]) >> 32, right=True)  # 1 to count
+        slot = slots.defined.gather(1, (slots.count - back).clamp(min=0)[:, None]).squeeze(1)
+        asks = (kind < tables.query_below) & (slots.count > 0)
+        token = torch.where(asks, slot + law.first_query, token)
+        token = torch.where(kind < tables.define_below, (choice * law.first_query) >> 32, token)
+        token = torch.where(slots.answers_next, slots.answer(), token)
+        slots.take(token)
         x[:, t] = token
     return x.to(torch.int16)
 
@@ -271,9 +290,9 @@ class Judged:
     """What the law says of windows: of each token but the first, given all before it."""
 
     log_prob: Tensor
-    """float64 [n, length - 1]: ln p of the token that came, nats."""
+    """float64 [n, length - 1]: ln p of the token that came, nats; minus infinity for one that cannot come."""
     copied: Tensor
-    """bool [n, length - 1]: the token follows a cue, and the copy is certain to go on: p = 1."""
+    """bool [n, length - 1]: the token is an answer, so the window so far decides it."""
 
 
 def judge(law: Law, windows: Tensor) -> Judged:
@@ -281,59 +300,44 @@ def judge(law: Law, windows: Tensor) -> Judged:
     x = windows.long()
     n, length = x.shape
     tables = _tables(law, str(x.device))
-    sums = tables.near_weights
-    state = _Copying(n, law.vocab_size, x.device)
+    slots = _Slots(law, n, length, x.device)
     none = torch.zeros_like(x[:, 0])
     weights = shares(tables.successors_below)
-    goes_on = 1 - tables.ends_below.double() / _ONE
     zipf = tables.topic_probs
-    belief = torch.zeros(2, n, law.topics, dtype=torch.float64, device=x.device)  # [text, copy], sums to 1
-    belief[0] = 1 / law.topics
+    defines, asks = tables.define_below / _ONE, (tables.query_below - tables.define_below) / _ONE
+    share = tables.background_below / _ONE
+    belief = torch.full((n, law.topics), 1 / law.topics, dtype=torch.float64, device=x.device)
     log_prob = torch.zeros(n, length, dtype=torch.float64, device=x.device)
-    certain = torch.zeros(n, length, dtype=torch.bool, device=x.device)
+    copied = torch.zeros(n, length, dtype=torch.bool, device=x.device)
     each = torch.arange(SUCCESSORS, device=x.device)
     for t in range(length):
         token = x[:, t]
-        state.remember(x, t)
         x1, x2, x3 = (x[:, t - back] if t >= back else none for back in (1, 2, 3))
         follow = tables.successor(tables.contexts(x1, x2, x3)[:, None], each)
         chain = ((follow == token[:, None]) * weights).sum(1)
-        mark = tables.marker_below / _ONE if t >= HISTORY else 0.0
-        share = tables.background_below / _ONE
-        text = (1 - mark) * ((1 - share) * chain[:, None] + share * zipf[:, token].T)  # [n, topics]
-        text = torch.where((token == MARKER)[:, None], mark, text)
-        copied = x.gather(1, state.source.clamp(max=t)[:, None]).squeeze(1)
-        stays = torch.where(copied == MARKER, 0.0, goes_on[state.copied])[:, None]
-        copy = belief[1] * stays
-        fresh = (belief[0] + belief[1] * (1 - stays)) * text
-        copy = copy * (copied == token)[:, None]
-        cued = state.mode == _CUE
-        p_cue = _cue_probs(x, t, cued, sums)
-        p = torch.where(cued, p_cue, (fresh + copy).sum(1))
-        log_prob[:, t] = p.log()
-        certain[:, t] = (state.mode == _COPY) & (state.copied < 2) & (copied != MARKER)
-        new = torch.stack([fresh, copy]) / p[None, :, None]
-        topic = belief.sum(0)
-        after = torch.stack([torch.zeros_like(topic), topic])
-        belief = torch.where(cued[None, :, None], after, new)
-        state.after_cue(cued, token)
-        state.source, state.copied = state.source + ~cued, state.copied + ~cued
-        state.copied.clamp_(max=MAX_COPY)
-        might = belief[1].sum(1) > 0
-        marked = (token == MARKER) & ~cued & ~(certain[:, t])
-        state.mode = torch.where(cued, _COPY, torch.where(marked, _CUE, torch.where(might, _COPY, _TEXT)))
-    return Judged(log_prob[:, 1:], certain[:, 1:])
+        in_topic = belief * ((1 - share) * chain[:, None] + share * zipf[:, token].T)  # [n, topics]
+        is_word = token >= law.first_word
+        p = in_topic.sum(1) * (1 - defines - asks * (slots.count > 0).double())
+        belief = torch.where((is_word & (p > 0))[:, None], in_topic / in_topic.sum(1, keepdim=True), belief)
+        p = torch.where(token < law.first_query, defines / law.first_query, torch.where(is_word, p, 0.0))
+        p = _add_queries(p, token, slots, tables)
+        p = torch.where(slots.answers_next, (token == slots.answer()).double(), p)
+        log_prob[:, t], copied[:, t] = p.log(), slots.answers_next
+        slots.take(token)
+    return Judged(log_prob[:, 1:], copied[:, 1:])
 
 
-def _cue_probs(x: Tensor, t: int, cued: Tensor, sums: Tensor) -> Tensor:
-    """float64 [n]: probability of x[:, t] as the cue after a marker at t - 1; 0 where `cued` is not."""
-    p = torch.zeros(len(x), dtype=torch.float64, device=x.device)
-    rows = cued.nonzero().squeeze(1)
-    if len(rows):
-        by_distance = torch.diff(sums[:t]).double() / sums[t - 1]  # d = 1 to t - 1
-        same = x[rows, : t - 1].flip(1) == x[rows, t, None]
-        p[rows] = (same * by_distance).sum(1)
-    return p
+def _add_queries(p: Tensor, token: Tensor, slots: _Slots, tables: Tables) -> Tensor:
+    """p, with the probability of those tokens that are queries."""
+    law = slots.law
+    rows = ((token >= law.first_query) & (token < law.first_answer) & (slots.count > 0)).nonzero().squeeze(1)
+    if not len(rows):
+        return p
+    count, sums = slots.count[rows, None], tables.recency_sums
+    k = torch.arange(1, slots.defined.shape[1] + 1, device=p.device)[: int(count.max())]
+    by_rank = torch.where(k <= count, torch.diff(sums[: len(k) + 1]), 0).double() / sums[count]
+    asked = slots.defined[rows].gather(1, (count - k).clamp(min=0)) == (token[rows] - law.first_query)[:, None]
+    return p.index_put((rows,), law.query * (asked * by_rank).sum(1))
 
 
 @dataclass

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -30,19 +30,19 @@ from tqdm import tqdm
 
 from mxfp4.errors import UserError
 from mxfp4.training import nonfinite, parallel
+from mxfp4.training.arm_model import in_recipe, initial_model
 from mxfp4.training.branch import Branch, branches, kept
 from mxfp4.training.captured import CapturedStep
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.determinism import fixed_order
 from mxfp4.training.divergence import DivergenceWatch
-from mxfp4.training.evaluate import Judged, bits_per_byte, judge_windows, token_loss, token_losses, window_losses
+from mxfp4.training.evaluate import bits_per_byte, token_loss, token_losses, window_losses
+from mxfp4.training.forwards import OWN, Forwards
 from mxfp4.training.interface import Probe, TokenSource, TrainResult
 from mxfp4.training.known_entropy import KnownEntropy
-from mxfp4.training.linear import MXFP4Linear, convert, set_step, weights_kept
-from mxfp4.training.model import Llama, build_model
+from mxfp4.training.linear import set_step, weights_kept
 from mxfp4.training.optim import learning_rate, make_optimizer, set_learning_rate
 from mxfp4.training.parallel import Ranks, whole
-from mxfp4.training.recipe import Recipe, recipe
 from mxfp4.training.recompute import recompute_every as set_recompute
 from mxfp4.training.resume import Checkpoints
 
@@ -109,15 +109,16 @@ def train(
         if not run.rows:
             run.evaluate()
         while run.status is None or nonfinite.replay(run, checkpoints):
-            run.advance(probe)
-            bar.update(run.step - bar.n)
-            if on_step:
-                on_step(run.step)
+            branch = next((b for b in todo if b.start == run.step and b.name not in run.branched), None)
+            if branch is not None:
+                run.detour(branch, on_step, stop)
+            else:
+                run.advance(probe)
+                bar.update(run.step - bar.n)
+                if on_step:
+                    on_step(run.step)
             if run.status is not None:
                 continue
-            for branch in (b for b in todo if b.start == run.step and b.name not in run.branched):
-                if not run.detour(branch, on_step, stop):
-                    break  # stopped: the branch is run again from here
             if {run.step, run.step + 1} <= set(config.probe_steps):
                 continue  # the probe compares these two steps; a checkpoint between them would lose the first
             due = checkpoints is not None and ranks.rank == 0 and checkpoints.due()
@@ -129,19 +130,6 @@ def train(
     if checkpoints is not None:
         checkpoints.close(needed=run.status == "paused")
     return run.result()
-
-
-def _model(config: TrainConfig, device: torch.device, ranks: Ranks) -> Llama:
-    """The converted model with its initial weights, spread over the ranks where there are several."""
-    if ranks.size == 1:
-        return convert(build_model(config.model, config.seed, device), config.recipe, seed=config.seed)
-    with torch.device("meta"):
-        model = convert(Llama(config.model), config.recipe, seed=config.seed)
-    model = ranks.shard(model, device).init_weights(config.seed)
-    for module in model.modules():
-        if isinstance(module, MXFP4Linear):
-            module.init_rng(device)
-    return model
 
 
 class _Run:
@@ -159,13 +147,13 @@ class _Run:
         if isinstance(corpus, KnownEntropy):
             corpus = corpus.on(device)  # made where it is used
         self.config, self.corpus, self.device, self.ranks, self.arms = config, corpus, device, ranks, arms
-        self.model = _model(config, device, ranks)
+        self.model = initial_model(config, device, ranks)
         self.optimizer = make_optimizer(self.model, config)
         windows = corpus.eval_windows(max(config.eval_sequences, config.final_eval_sequences), config.seq_len)
         self.bytes_per_token = corpus.bytes_per_token(windows=windows)
         self.eval_windows = windows.to(device)
         self.exact = corpus.judge(self.eval_windows) if isinstance(corpus, KnownEntropy) and config.eval_forwards else None
-        self.forwards: dict[str, Llama] = {}
+        self.forwards = Forwards(config, self.model, self.eval_windows, self.exact and self.exact.copied)
         self.branch: Branch | None = None
         self.update, self.losses_of = self._update, partial(token_losses, self.model)
         self.replayed: list[dict] = []
@@ -292,19 +280,20 @@ class _Run:
                 break
         self.pending.clear()
 
-    def detour(self, branch: Branch, on_step: Callable[[int], None] | None, stop: Callable[[], bool] | None) -> bool:
-        """Run a branch from here to its end and come back. False, and nothing of it kept, where `stop` says so."""
+    def detour(self, branch: Branch, on_step: Callable[[int], None] | None, stop: Callable[[], bool] | None) -> None:
+        """Run a branch from here to its end and come back. Where `stop` says so, nothing of it is kept, and it is still due."""
         run = copy.copy(self)
         cooldown = branch.end - branch.start
         run.config = replace(
             self.config, steps=branch.end, cooldown_steps=cooldown, short_budgets=(), decay_recipes=(),
             final_forwards=(), target_loss=None, stop_at_target=False, probe_steps=(), light_probe_steps=(),
         )  # fmt: skip
+        run.forwards = replace(self.forwards, config=run.config)
         run.branch, run.rows, run.pending, run.watch = branch, [], [], copy.deepcopy(self.watch)
         evaluated = len(self.evaluations)
         with kept(self.model, self.optimizer):
             if branch.recipe != self.config.recipe:
-                run.model = self._in_recipe(branch.recipe)
+                run.model = in_recipe(self.model, self.config, branch.recipe)
                 run.update, run.losses_of = run._update, partial(token_losses, run.model)
                 run.prepare(*self.execution)
             run.timed_from = None
@@ -314,51 +303,24 @@ class _Run:
                     on_step(self.step)
                 if run.status is None and stop is not None and stop():
                     del self.evaluations[evaluated:]
-                    return False
+                    return
             run.fetch()
         self.branch_rows += [{"branch": branch.name, **row} for row in run.rows]
         self.branched.append(branch.name)
         self.timed_from = None
-        return True
-
-    def _in_recipe(self, name: str | Recipe) -> Llama:
-        """A model that shares this one's parameters and computes with another recipe."""
-        twin = convert(build_model(self.config.model, self.config.seed, self.device), name, seed=self.config.seed)
-        for full_name, parameter in self.model.named_parameters():
-            parent, _, own = full_name.rpartition(".")
-            setattr(twin.get_submodule(parent), own, parameter)
-        return twin
-
-    def _judge(self, names: Sequence[str]) -> dict[str, Judged]:
-        """The evaluation that is due, in the arm's own forward ("own") and in those of the recipes `names`."""
-        config, ends = self.config, self.step == self.config.steps
-        windows = self.eval_windows[: config.final_eval_sequences or config.eval_sequences if ends else config.eval_sequences]
-        found: dict[str, Judged] = {}
-        for name in ("own", *names):
-            if name in found or name == config.recipe:
-                continue
-            if name not in self.forwards:
-                self.forwards[name] = self._in_recipe(recipe(config.recipe if name == "own" else name).to_nearest())
-            model = self.forwards[name]
-            set_step(model, self.step)
-            with weights_kept(model):
-                found[name] = judge_windows(
-                    model, windows, config.batch_size // config.micro_batches, self.exact and self.exact.copied
-                )
-        return found | ({config.recipe: found["own"]} if config.recipe in names else {})
 
     def _evaluate_forwards(self) -> None:
         """Evaluate in several forwards; one row each in the table of evaluations."""
         ends, branch = self.step == self.config.steps, self.branch.name if self.branch else ""
-        found = self._judge((*self.config.eval_forwards, *(self.config.final_forwards if ends else ())))
+        found = self.forwards.judge(self.step, ends)
         about = {"branch": branch, "step": self.step, "tokens": self.step * self.config.tokens_per_step}
         for name, judged in found.items():
             row = {"forward": name, "windows": len(judged.losses), "loss": judged.loss}
             self.evaluations.append({**about, **row, "top1": judged.top1, "copy_top1": judged.copy_top1})
         if ends:
-            kept = {name: found[name].losses for name in ("own", *self.config.eval_forwards)}
-            self.windows |= {f"{branch}:{name}" if branch else name: losses for name, losses in kept.items()}
-        self.window_losses = found["own"].losses
+            for name in (OWN, *self.config.eval_forwards):
+                self.windows[f"{branch}:{name}" if branch else name] = found[name].losses
+        self.window_losses = found[OWN].losses
         self.forward_losses = {name: found[name].loss for name in self.config.eval_forwards}
 
     def evaluate(self) -> None:

@@ -1,0 +1,33 @@
+"""The model of an arm: converted to its recipe, with the initial weights of its seed or with another model's weights."""
+
+from __future__ import annotations
+
+import torch
+
+from mxfp4.training.config import TrainConfig
+from mxfp4.training.linear import MXFP4Linear, convert
+from mxfp4.training.model import Llama, build_model
+from mxfp4.training.parallel import Ranks
+from mxfp4.training.recipe import Recipe
+
+
+def initial_model(config: TrainConfig, device: torch.device, ranks: Ranks) -> Llama:
+    """The converted model with its initial weights, spread over the ranks where there are several."""
+    if ranks.size == 1:
+        return convert(build_model(config.model, config.seed, device), config.recipe, seed=config.seed)
+    with torch.device("meta"):
+        model = convert(Llama(config.model), config.recipe, seed=config.seed)
+    model = ranks.shard(model, device).init_weights(config.seed)
+    for module in model.modules():
+        if isinstance(module, MXFP4Linear):
+            module.init_rng(device)
+    return model
+
+
+def in_recipe(model: Llama, config: TrainConfig, name: str | Recipe) -> Llama:
+    """A model that shares the parameters of `model` and computes with another recipe; for one rank."""
+    twin = convert(build_model(config.model, config.seed, next(model.parameters()).device), name, seed=config.seed)
+    for full_name, parameter in model.named_parameters():
+        parent, _, own = full_name.rpartition(".")
+        setattr(twin.get_submodule(parent), own, parameter)
+    return twin
