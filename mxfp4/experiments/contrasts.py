@@ -39,7 +39,8 @@ POWER = 0.8
 MARGIN = 0.02
 """Nats; two losses that differ by less are equivalent."""
 NOT_SEEN = "not seen at up to 30 M weights"
-VERDICTS = ("holds", "does not hold", "undecided", "depends on the forward", NOT_SEEN)
+NOT_RUN = "not run"
+VERDICTS = ("holds", "does not hold", "undecided", "depends on the forward", NOT_SEEN, NOT_RUN)
 FAILED = ("diverged", "stalled")
 COLUMN = {"own": "loss", "bf16": "loss", "training": "training", "top1": "top1", "copying": "copying",
           "log_excess": "excess", "log_tokens": "loss", "cost_ratio": "loss", "misses": "loss"}  # fmt: skip
@@ -412,6 +413,8 @@ def judge(study: RegisteredStudy, runs: pd.DataFrame, probes: pd.DataFrame | Non
     for claim in study.claims:
         e = found[claim.id]
         p, verdict = adjusted.get(claim.id, e.p), counted.get(claim.id)
+        if not e.n:
+            verdict = NOT_RUN
         if verdict is None:
             own = claim.contrast.outcome == "own" and not claim.contrast.arms
             bf16 = tables.estimate(claim, "bf16") if own else None

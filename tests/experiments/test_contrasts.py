@@ -11,6 +11,7 @@ from scipy import stats
 from mxfp4.errors import UserError
 from mxfp4.experiments import contrasts
 from mxfp4.experiments.contrasts import (
+    NOT_RUN,
     NOT_SEEN,
     VERDICTS,
     Estimate,
@@ -93,7 +94,7 @@ def test_the_code_has_the_numbers_of_the_registered_analysis():
     a = STUDY.analysis
     assert (a.confidence, a.family_error, a.power) == (contrasts.CONFIDENCE, contrasts.LEVEL, contrasts.POWER)
     assert a.equivalence == {"margin": contrasts.MARGIN, "confidence": contrasts.CONFIDENCE_90}
-    assert tuple(a.verdicts) == ("holds", "does not hold", "undecided", "depends on the forward", NOT_SEEN)
+    assert tuple(a.verdicts) == ("holds", "does not hold", "undecided", "depends on the forward", NOT_SEEN, NOT_RUN)
     assert set(a.verdicts) == set(VERDICTS)
 
 
@@ -378,7 +379,7 @@ def test_failed_runs_are_counted_in_the_reason():
 
 def test_an_empty_study_decides_nothing():
     found = judge(STUDY, table()[:0])
-    assert {v.verdict for v in found} == {"undecided"}
+    assert {v.verdict for v in found} == {"not run"}
     assert "no records of mxfp4+h16 in main" in found[0].reason and found[0].p == 1
 
 

@@ -16,6 +16,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--scale", help="judge by the records of one scale (default: for each claim the largest that decides)"
     )
+    parser.add_argument("--study", action="store_true", help="the claims of the registered study (book/study.yml) instead")
     parser.add_argument("--ledger", metavar="FILE", help="another ledger than book/claims.yml")
     parser.add_argument("--id", action="append", metavar="ID", help="only this claim; may be repeated")
     parser.set_defaults(handler=run)
@@ -30,6 +31,8 @@ def run(args: argparse.Namespace) -> int:
     from mxfp4.experiments.scales import get_scale
     from mxfp4.experiments.store import Store
 
+    if args.study:
+        return _study(args)
     claims = load_ledger(args.ledger)
     if args.id:
         known = [c.id for c in claims]
@@ -62,4 +65,20 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"{len(verdicts)} claims: " + ", ".join(f"{counts[name]} {name}" for name in VERDICTS if counts[name])
     )
+    return 0
+
+
+def _study(args: argparse.Namespace) -> int:
+    from mxfp4.errors import UserError
+    from mxfp4.experiments.store import Store
+    from mxfp4.experiments.study_text import claims_json, claims_text, verdicts
+
+    if args.ledger or args.scale:
+        raise UserError("--study goes with neither --ledger nor --scale: it is judged by scale gpu")
+    found = verdicts(Store())
+    for wanted in args.id or ():
+        if wanted not in (known := [v.claim.id for v in found]):
+            raise UserError(f"claim {wanted!r} is not in the study; known: {', '.join(known)}")
+    found = [v for v in found if not args.id or v.claim.id in args.id]
+    print(json.dumps(claims_json(found), indent=1) if args.json else claims_text(found))
     return 0
