@@ -21,13 +21,14 @@ At scale gpu also "study", the registered study, and its parts by name (`study_a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mxfp4.errors import UserError
 from mxfp4.experiments.scales import Scale, get_scale
 from mxfp4.experiments.store import Record, Store
-from mxfp4.experiments.study_arms import ORDER, study_arms, study_parts
+from mxfp4.experiments.study_arms import study_arms, study_parts
 from mxfp4.training import checkpoint
 from mxfp4.training.config import ModelConfig, TrainConfig
 
@@ -107,12 +108,10 @@ def parts_of(name: str, scale: Scale) -> tuple[str, ...]:
     """The plans that `name` stands for: those of `all`, or itself. UserError lists the known names."""
     if scale.name == "gpu" and name in study_parts():
         return (name,)
-    if scale.name == "gpu" and name == "study":
-        return ORDER
     if name == "all":
         return LAPTOP if scale.name == "cpu" else plans_of(scale)
     if name not in plans_of(scale):
-        own = ["study", *study_parts()] if scale.name == "gpu" else []
+        own = study_parts() if scale.name == "gpu" else []
         known = ", ".join([*plans_of(scale), *own, "all"])
         raise UserError(f"unknown plan {name!r} at scale {scale.name!r}; known: {known}")
     return (name,)
@@ -133,13 +132,22 @@ def plan(
     """
     scale = get_scale(scale) if isinstance(scale, str) else scale
     known = SMALL if scale.name == "cpu" else FULL
+    if scale.name == "gpu" and name in study_parts():
+        arms = [
+            c
+            for c in study_arms(name)
+            if (recipes is None or c.recipe in recipes) and (seeds is None or c.seed in seeds)
+        ]
+        if not arms:
+            there = study_arms(name)
+            raise UserError(
+                f"plan {name!r} has none of the arms {', '.join(recipes or ['(any)'])} with seeds "
+                f"{', '.join(map(str, seeds or ['(any)']))}; it has {', '.join(dict.fromkeys(c.recipe for c in there))} "
+                f"with seeds up to {max(c.seed for c in there)}"
+            )
+        return Plan(name, scale, tuple(replace(config, **overrides) for config in arms))
     wanted: dict[TrainConfig, None] = {}
     for part in parts_of(name, scale):
-        if scale.name == "gpu" and part in study_parts():
-            for config in study_arms(part):
-                if (recipes is None or config.recipe in recipes) and (seeds is None or config.seed in seeds):
-                    wanted.setdefault(replace(config, **overrides))
-            continue
         for seed in seeds if seeds is not None else scale.seeds_of(part):
             for setting in scale.settings_of(part):
                 own = {k: v for k, v in setting.items() if k == "corpus"}  # its model has the vocabulary of that one
@@ -204,6 +212,11 @@ class Plan:
                 found.append(ArmStatus(config, None, step, rest * rate, basis))
         return found
 
+    def first(self, store: Store, minutes: float, device=None) -> Plan:
+        """The missing arms, in order, that are estimated to take so many minutes of one device together."""
+        missing = [arm for arm in self.status(store, device) if not arm.done]
+        return replace(self, arms=tuple(arm.config for arm in (slices(missing, minutes) or [[]])[0]))
+
     def records(self, store: Store, device=None) -> list[Record]:
         """The records of the arms that are done, in the plan's order."""
         return [r for config in self.arms if (r := store.get(config, device)) is not None]
@@ -213,6 +226,21 @@ class Plan:
         from mxfp4.experiments.workers import run_plan  # workers import plans
 
         return run_plan(self, store or Store(), jobs=jobs, **options)
+
+
+def slices(missing: Sequence[ArmStatus], minutes: float) -> list[list[ArmStatus]]:
+    """Arms cut, in their order, into lists that each take at most so many minutes of one device; a longer arm is alone. An
+    arm that is not measured ends a list."""
+    found: list[list[ArmStatus]] = []
+    used = math.inf
+    for arm in missing:
+        seconds = math.inf if arm.seconds is None else arm.seconds
+        if used + seconds > minutes * 60:
+            found.append([])
+            used = 0.0
+        found[-1].append(arm)
+        used += seconds
+    return found
 
 
 def device_seconds(record: Record) -> float:

@@ -23,24 +23,32 @@ WARMUP_TOKENS = 200 * 32_768
 COOLDOWN = 0.15
 """Share of a budget in which the rate falls to 0."""
 EVALUATIONS = 12
+DECAYED = "bf16-decay"
+"""A part that has no runs of its own: branches of main's."""
 THIRDS = {"third": 1, "two_thirds": 2}
 PROBED_SEEDS = (0, 1, 2)
 MATRIX = ("fp8", "mxfp4", "mxfp4+h16", "ti2d", "ti2d-no-2d", "nvfp4")
 """Forwards that the trained weights of seeds 0 and 1 are judged in, beside their own and BF16."""
-ORDER = ("main", "short", "text", "batch", "ladder")
-"""The parts of the study in the order in which they are run; experts only when asked for."""
+WHOLE = "study"
+"""The plan that holds all parts, in the order of the information they give for a minute; experts only when asked for."""
 
 
 def study_parts() -> tuple[str, ...]:
-    """Names of the plans of the registered study."""
-    return tuple(load_study().runs)
+    """Names of the plans of the registered study: its parts, and WHOLE."""
+    return (*(name for name in load_study().runs if name != DECAYED), WHOLE)
 
 
 def study_arms(part: str) -> list[TrainConfig]:
-    """The configurations of one part, all arms of a seed before the next seed."""
+    """The configurations of one part, all arms of a seed before the next seed; those of WHOLE part after part, the arms of
+    the six primary claims first."""
+    if part == WHOLE:
+        main, primary = study_arms("main"), {arm for claim in load_study().primaries for arm in claim.contrast.names}
+        core = [config for config in main if config.recipe in primary]
+        rest = [config for config in main if config.recipe not in primary]
+        return [*core, *study_arms("short"), *rest, *(c for name in ("text", "batch", "ladder") for c in study_arms(name))]
     study = load_study()
     runs = study.runs[part]
-    decayed = study.runs["bf16-decay"].arms if part == "main" else {}
+    decayed = study.runs[DECAYED].arms if part == "main" else {}
     found = [_config(runs, arm, seed, decayed) for arm, seeds in runs.arms.items() for seed in range(seeds)]
     return sorted(found, key=lambda config: config.seed)
 

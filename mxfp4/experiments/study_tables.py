@@ -14,7 +14,7 @@ import pandas as pd
 from mxfp4.experiments.registry import Probe, RegisteredStudy
 from mxfp4.experiments.stalled import REFERENCE, is_stalled, mean_curve
 from mxfp4.experiments.store import Record
-from mxfp4.experiments.study_arms import study_arms
+from mxfp4.experiments.study_arms import DECAYED, study_arms
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.forwards import OWN
 
@@ -22,13 +22,12 @@ LAST_STEPS = 64
 """Steps over which the training loss is averaged."""
 COLUMNS = ["runs", "arm", "seed", "budget", "forward", "loss", "excess", "training", "top1", "copying", "status", "run_id"]
 PROBE_COLUMNS = ["runs", "arm", "seed", "probe", "value"]
-BF16_DECAY = "bf16-decay"
 
 
 def members(study: RegisteredStudy, records: Iterable[Record]) -> dict[str, list[Record]]:
     """{part of the study: its records}, parts without records left out."""
     by_config = {record.config: record for record in records}
-    found = {part: [by_config[c] for c in study_arms(part) if c in by_config] for part in study.runs if part != BF16_DECAY}
+    found = {part: [by_config[c] for c in study_arms(part) if c in by_config] for part in study.runs if part != DECAYED}
     return {part: records for part, records in found.items() if records}
 
 
@@ -51,7 +50,7 @@ def _run_rows(part: str, record: Record, reference: pd.DataFrame | None) -> Iter
     for branch, budget in budgets(config).items():
         is_decay = branch in config.decay_recipes
         rows = evaluations[(evaluations["branch"] == branch) & (evaluations["step"] == _end(config, branch))]
-        about = {"runs": BF16_DECAY if is_decay else part, "arm": config.recipe, "seed": config.seed, "budget": budget,
+        about = {"runs": DECAYED if is_decay else part, "arm": config.recipe, "seed": config.seed, "budget": budget,
                  "run_id": record.run_id}  # fmt: skip
         if rows.empty:  # it did not come so far
             for forward in (OWN, *config.eval_forwards):

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,22 @@ def _logits(model: nn.Module, windows: Tensor) -> Tensor:
     with compute_context(windows.device):
         logits = model(windows[:, :-1])
     return logits.float().flatten(0, 1)
+
+
+def fused_token_loss(model: nn.Module, windows: Tensor) -> Tensor:
+    """`token_loss` with the cross-entropy compiled: the logits are read and written once in their own dtype, not five
+    times in FP32. The same up to the order of sums."""
+    with compute_context(windows.device):
+        logits = model(windows[:, :-1])
+    return _fused_cross_entropy()(logits, windows[:, 1:])
+
+
+@lru_cache
+def _fused_cross_entropy() -> Callable[[Tensor, Tensor], Tensor]:
+    def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    return torch.compile(cross_entropy, dynamic=False)
 
 
 def token_losses(model: nn.Module, windows: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from mxfp4.training.captured import CapturedStep
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.determinism import fixed_order
 from mxfp4.training.divergence import DivergenceWatch
-from mxfp4.training.evaluate import bits_per_byte, token_loss, token_losses, window_losses
+from mxfp4.training.evaluate import bits_per_byte, fused_token_loss, token_loss, token_losses, window_losses
 from mxfp4.training.forwards import OWN, Forwards
 from mxfp4.training.interface import Probe, TokenSource, TrainResult
 from mxfp4.training.known_entropy import KnownEntropy
@@ -188,6 +188,7 @@ class _Run:
         if compile and dense:
             for layer in self.model.layers:
                 layer.compile()
+        self.fused_loss = compile and dense and bool(self.config.eval_forwards)  # not in studies from before it
         self.keeps_weights = self.ranks.size == 1 and not (compile and dense)
         self.captured = capture and dense and self.ranks.size == 1
         if self.captured:
@@ -250,7 +251,7 @@ class _Run:
         with weights_kept(self.model) if self.keeps_weights and len(parts) > 1 else nullcontext():
             for i, part in enumerate(parts):
                 self.ranks.last_part(self.model, i == len(parts) - 1)
-                loss = objective = token_loss(self.model, part)
+                loss = objective = (fused_token_loss if self.fused_loss else token_loss)(self.model, part)
                 aux = self.model.balance_loss()
                 if aux is not None:
                     objective = loss + self.config.model.aux_loss_weight * aux

@@ -139,3 +139,21 @@ def test_a_branch_that_diverges_ends_alone():
     """The decay in another recipe blows up; the run it left does not."""
     result = run(replace(FULL, short_budgets=(), decay_recipes=("mxfp4",), lr=3e-3), stop=None)
     assert result.outcome["status"] == "finished" and math.isfinite(result.outcome["final_loss"])
+
+
+def test_the_fused_loss_is_the_loss():
+    """What a compiled run of the study takes: value and gradients, to rounding."""
+    from mxfp4.training.evaluate import fused_token_loss, token_loss
+    from mxfp4.training.model import build_model
+
+    model = build_model(MODEL, 0)
+    windows = KnownEntropy(Law(vocab_size=64)).eval_windows(3, 32)
+    found = []
+    for loss_of in (token_loss, fused_token_loss):
+        model.zero_grad()
+        loss = loss_of(model, windows)
+        loss.backward()
+        found.append((loss.detach(), [p.grad.clone() for p in model.parameters()]))
+    assert float(found[0][0]) == pytest.approx(float(found[1][0]), rel=1e-6)
+    for a, b in zip(found[0][1], found[1][1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

@@ -14,6 +14,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("plan", help="what is done, what is left, what it will cost", description=__doc__)
     add_plan_arguments(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="whose records (default: a GPU's, but at scale cpu)")
+    parser.add_argument(
+        "--slice-minutes", type=float, metavar="M",
+        help="cut what is missing into slices of M minutes of one device; `mxfp4 train --fit-minutes M` trains the first",
+    )
     parser.set_defaults(handler=run)
 
 
@@ -21,6 +25,7 @@ def run(args: argparse.Namespace) -> int:
     """Exit code 0."""
     from mxfp4.experiments.plan import parts_of
     from mxfp4.experiments.store import Store
+    from mxfp4.experiments.study_arms import WHOLE, study_parts
     from mxfp4.experiments.study import studies
 
     plan, store = chosen_plan(args), Store()
@@ -34,13 +39,17 @@ def run(args: argparse.Namespace) -> int:
     for arm in status:
         where, study = setting_text(arm.config, own), study_of.get(arm.record.key) if arm.done else None
         print(f"{arm.config.recipe:<{width}}  seed {arm.config.seed}  {_describe(arm, study)}{where and '  ' + where}")
+    if args.slice_minutes:
+        _print_slices([a for a in status if not a.done], args.slice_minutes)
     parts = parts_of(args.plan, plan.scale)
+    if plan.name == WHOLE:
+        parts = [part for part in study_parts() if part != WHOLE]
     if len(parts) > 1:
         print()
         by_config = {a.config: a for a in status}
         for name in parts:
-            arms = chosen_plan(args, name).arms
-            print(f"{name:<12}  {_summary([by_config[a] for a in arms], device)}")
+            arms = [by_config[a] for a in chosen_plan(args, name).arms if a in by_config]
+            print(f"{name:<12}  {_summary(arms, device)}")
     counts = Counter("done" if a.done else "begun" if a.step else "missing" for a in status)
     tokens = sum((a.config.steps - a.step) * a.config.tokens_per_step for a in status if not a.done)
     done = f"{counts['done']} of {len(status)} arms done, {counts['begun']} begun"
@@ -49,6 +58,16 @@ def run(args: argparse.Namespace) -> int:
         print(f"left: {tokens:,} training tokens, {_cost([a for a in status if not a.done], device)}")
         print(f"`{_train_command(args)}` trains them")
     return 0
+
+
+def _print_slices(missing: list, minutes: float) -> None:
+    from mxfp4.experiments.plan import slices
+    from mxfp4.experiments.progress import duration
+
+    for number, arms in enumerate(slices(missing, minutes), start=1):
+        known = [a.seconds for a in arms if a.seconds is not None]
+        names = " ".join(f"{a.config.recipe}-s{a.config.seed}" for a in arms)
+        print(f"slice {number}, {duration(sum(known)) if len(known) == len(arms) else 'not measured'}: {names}")
 
 
 def _train_command(args: argparse.Namespace) -> str:

@@ -16,6 +16,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--last-start", type=float, metavar="M", help="begin no arm after M minutes; those in work are finished"
     )
+    parser.add_argument(
+        "--fit-minutes", type=float, metavar="M",
+        help="only the first missing arms, in the plan's order, that are estimated to fit into M minutes of one device",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: every GPU, or the CPU where there is none")
     parser.add_argument(
         "--gpus", type=int, metavar="N",
@@ -48,7 +52,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", default="cpu", help="cpu, gpu or mi355x (default: cpu)")
     parser.add_argument(
         "--plan", default="all",
-        help="table1, disagreement, p2, others, two-sided, sizes, moe, synthetic or all (default: all, which "
+        help="at gpu: study, the registered study, or one of its parts (main, short, text, batch, ladder, experts); of the "
+        "older study table1, disagreement, p2, others, two-sided, sizes, moe, synthetic or all (default: all, which "
         "`make reproduce` runs: every plan of the scale, but at cpu table1, disagreement, p2, synthetic alone)",
     )  # fmt: skip
     parser.add_argument(
@@ -91,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     from mxfp4.training.parallel import reports
 
     plan, store = _as_asked(chosen_plan(args), args), _store()
+    if args.fit_minutes is not None:
+        plan = plan.first(store, args.fit_minutes, args.device)
     summary = run_plan(
         plan, store, jobs=args.jobs, device=args.device, max_minutes=args.max_minutes,
         last_start=args.last_start, progress=not args.quiet, keep_weights=args.keep_weights, gpus=args.gpus,
