@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import tempfile
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -58,8 +59,11 @@ def version(package: str) -> str | None:
 
 @lru_cache
 def git_state() -> dict | None:
-    """{"commit", "dirty"} of the checkout this package runs from (dirty: package files changed); None
-    outside one."""
+    """{"commit", "dirty", "tree"} of the checkout this package runs from; None outside one.
+
+    dirty: package files differ from the commit's. tree: git's own hash of the package folder as it is, so that a commit
+    which holds the very code can be found later: `git rev-parse COMMIT:mxfp4` gives the same.
+    """
     package = Path(mxfp4.__file__).resolve().parent
     top = _git(package, "rev-parse", "--show-toplevel")
     if (
@@ -67,12 +71,29 @@ def git_state() -> dict | None:
     ):  # e.g. installed into an environment inside another repo
         return None
     status = _git(package, "status", "--porcelain", "--", str(package))
-    return {"commit": _git(package, "rev-parse", "HEAD"), "dirty": bool(status)}
+    return {"commit": _git(package, "rev-parse", "HEAD"), "dirty": bool(status), "tree": tree_hash(package)}
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def tree_hash(folder: Path) -> str | None:
+    """Git's hash of the files in `folder`, ignored ones left out; None without git."""
+    with tempfile.TemporaryDirectory() as scratch:  # an index and objects of its own: the checkout's stay as they are
+        there = _git(folder, "rev-parse", "--path-format=absolute", "--git-path", "objects")
+        if there is None:
+            return None
+        objects = Path(scratch, "objects")
+        objects.mkdir()
+        own = {"GIT_INDEX_FILE": f"{scratch}/index", "GIT_OBJECT_DIRECTORY": str(objects),
+               "GIT_ALTERNATE_OBJECT_DIRECTORIES": there}  # fmt: skip
+        if _git(folder, "add", "--all", ".", env=own) is None:
+            return None
+        return _git(folder, "write-tree", f"--prefix={_git(folder, 'rev-parse', '--show-prefix')}", env=own)
+
+
+def _git(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=20)
+        done = subprocess.run(
+            ["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=20, env={**os.environ, **(env or {})}
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

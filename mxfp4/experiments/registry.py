@@ -99,6 +99,8 @@ class Analysis:
     """{margin: nats, confidence}."""
     power: float
     probe_seeds: int
+    gates: dict[str, float]
+    """Bounds that source A must pass on BF16: see `gates.gates`."""
     detectable: list[dict[str, float]]
     """Rows {scatter, last, first}, nats."""
     outcomes: dict[str, str]

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from mxfp4.experiments.contrasts import VERDICTS, Verdict, judge
+from mxfp4.experiments.gates import gates
 from mxfp4.experiments.registry import RegisteredStudy, Registration, load_study, registrations
 from mxfp4.experiments.store import Store
 from mxfp4.experiments.study_tables import probes_table, runs_table
@@ -20,6 +21,18 @@ def verdicts(store: Store, study: RegisteredStudy | None = None) -> list[Verdict
     study = study or load_study()
     records = store.load("gpu")
     return judge(study, runs_table(study, records), probes_table(study, records))
+
+
+def gates_text(store: Store, study: RegisteredStudy | None = None) -> str:
+    """The gates of source A, one a line."""
+    study = study or load_study()
+    records = store.load("gpu")
+    table = gates(study, runs_table(study, records), probes_table(study, records))
+    state = {True: "passed", False: "FAILED", None: "no records yet"}
+    return "\n".join(
+        f"gate {g.gate}: {state[g.passed]}" + ("" if g.passed is None else f", {g.value:.4g} (bound {g.bound:g}, {g.n} seeds)")
+        for g in table.itertuples()
+    )
 
 
 def registration_text(registration: Registration) -> str:

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 def _study(args: argparse.Namespace) -> int:
     from mxfp4.errors import UserError
     from mxfp4.experiments.store import Store
-    from mxfp4.experiments.study_text import claims_json, claims_text, verdicts
+    from mxfp4.experiments.study_text import claims_json, claims_text, gates_text, verdicts
 
     if args.ledger or args.scale:
         raise UserError("--study goes with neither --ledger nor --scale: it is judged by scale gpu")
@@ -80,5 +80,5 @@ def _study(args: argparse.Namespace) -> int:
         if wanted not in (known := [v.claim.id for v in found]):
             raise UserError(f"claim {wanted!r} is not in the study; known: {', '.join(known)}")
     found = [v for v in found if not args.id or v.claim.id in args.id]
-    print(json.dumps(claims_json(found), indent=1) if args.json else claims_text(found))
+    print(json.dumps(claims_json(found), indent=1) if args.json else f"{claims_text(found)}\n{gates_text(Store())}")
     return 0
