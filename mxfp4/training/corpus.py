@@ -4,13 +4,15 @@
 |---|---|---|
 | prose | 250 years of US presidential addresses, encyclopedia summaries, recipes | three data wheels |
 | technical | API documentation strings, reported apart from prose | one data wheel |
+| text | Python source and its documentation, of a hundred projects | `make data-text`, 346 MB |
 | c4, c4:768-895 | C4 en, the papers' corpus: the MLPerf reference's shards, or those named | the hub or a mirror |
 | synthetic | a seeded generator of known entropy (mxfp4.training.synthetic) | nothing |
 
-The cut of a wheel corpus: each source's documents are put in the order of the SHA-256 of their text, and
+The cut of prose and technical: each source's documents are put in the order of the SHA-256 of their text, and
 whole documents are taken from the front until VALIDATION_SHARE of that source's bytes is reached. The hash
 order makes the validation part a fair sample (the last speeches, or letters of the alphabet, would not be). A
-training document that equals a validation document up to case and white space is dropped, and counted.
+training document that equals a validation document up to case and white space is dropped, and counted. Text holds
+out whole projects instead (mxfp4.training.corpus_text).
 """
 
 from __future__ import annotations
@@ -137,6 +139,13 @@ def _c4(**options: object) -> Corpus:
     return C4(**options)
 
 
+def _text(**options: object) -> Corpus:
+    from mxfp4.training.corpus_text import TextCorpus  # it imports this module
+
+    _no_options("text", options)
+    return TextCorpus()
+
+
 def _no_options(name: str, options: dict) -> None:
     if options:
         raise UserError(f"corpus {name!r} takes no options, got {', '.join(sorted(options))}")
@@ -152,7 +161,7 @@ def _technical(**options: object) -> Corpus:
     return WheelCorpus("technical", (BOTOCORE,))
 
 
-CORPORA: dict[str, Callable[..., Corpus]] = {"prose": _prose, "technical": _technical, "c4": _c4}
+CORPORA: dict[str, Callable[..., Corpus]] = {"prose": _prose, "technical": _technical, "text": _text, "c4": _c4}
 """Corpora of text. "synthetic" is not among them: it has no documents, see mxfp4.training.synthetic."""
 
 

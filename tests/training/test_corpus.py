@@ -114,7 +114,7 @@ def test_fingerprint_ignores_case_and_white_space_only():
 
 @pytest.mark.parametrize("name", ["pros", "", "../prose"])
 def test_unknown_corpus_lists_the_known(name):
-    with pytest.raises(UserError, match="known: prose, technical, c4, synthetic"):
+    with pytest.raises(UserError, match="known: prose, technical, text, c4, synthetic"):
         get_corpus(name)
 
 
