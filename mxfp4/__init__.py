@@ -4,7 +4,12 @@
     q = mxfp4.quantize(x, hadamard=mxfp4.Hadamard(16))     # x: [M, K], blocks of 32 along K
     y = mxfp4.matmul(q, mxfp4.quantize(w, hadamard=mxfp4.Hadamard(16)))
     model = mxfp4.convert(model, "mxfp4+h16")              # train with it
+    frame = mxfp4.records("gpu")                           # what the recorded runs were evaluated at
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from mxfp4.numerics.hadamard import Hadamard, hadamard_transform
 from mxfp4.numerics.matmul import matmul
@@ -32,5 +37,18 @@ __all__ = [
     "quantize",
     "quantize_pair",
     "recipe",
+    "records",
     "set_step",
 ]
+
+if TYPE_CHECKING:
+    from mxfp4.experiments.records_frame import records
+
+
+def __getattr__(name: str) -> Any:
+    """`records` is found when it is asked for: what it needs (pandas, the experiments) is slow to import."""
+    if name == "records":
+        from mxfp4.experiments.records_frame import records
+
+        return records
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,10 +14,11 @@ from mxfp4.training.config import TrainConfig
 from mxfp4.training.interface import TokenSource
 from mxfp4.training.loop import train
 from mxfp4.training.packing import prepare
+from mxfp4.training.recipe import shown_name
 
 
 def arm_name(config: TrainConfig) -> str:
-    return f"{config.recipe}-s{config.seed}"
+    return f"{shown_name(config.recipe)}-s{config.seed}"
 
 
 def done(

@@ -42,7 +42,7 @@ from mxfp4.training import checkpoint, durable, weights
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.interface import TrainResult
 from mxfp4.training.paths import runs_dir
-from mxfp4.training.recipe import recipe
+from mxfp4.training.recipe import recipe, shown_name
 
 EVALUATION_COLUMNS = ("branch", "step", "tokens", "forward", "windows", "loss", "top1", "copy_top1")
 AGAIN = "again"
@@ -205,7 +205,7 @@ class Store:
                     continue
                 frame = pd.DataFrame(rows)
                 frame = frame.astype({c: "float32" for c in FLOAT32 if c in frame and name != "evaluations"})
-                frame = frame.assign(run_id=self.run_id(config, device), arm=config.recipe, seed=config.seed)
+                frame = frame.assign(run_id=self.run_id(config, device), arm=shown_name(config.recipe), seed=config.seed)
                 frame.to_parquet(work / f"{name}.parquet", index=False, compression="zstd")
                 hashes[name] = _sha256(work / f"{name}.parquet")
             data = {
@@ -356,7 +356,7 @@ def safe_scale(name: str) -> str:
 
 
 def _run_id(config: TrainConfig, key: str) -> str:
-    slug = re.sub(r"[^a-z0-9]+", "-", config.recipe.lower()).strip("-")[:64] or "run"
+    slug = re.sub(r"[^a-z0-9]+", "-", shown_name(config.recipe).lower()).strip("-")[:64] or "run"
     return f"{slug}-s{config.seed}-{key[:12]}"
 
 

@@ -9,15 +9,18 @@ A linear layer is three GEMMs (X: tokens x C_in, W: C_out x C_in, G = dL/dY: tok
 | wgrad | dW = G^T X | g, x          | tokens           |
 
 A recipe's name is a base and its modifiers, `mxfp4-fprop-dgrad+h16`: `recipe(name)` composes it, and any combination
-of the parts below is a recipe. GEMMs outside the MXFP4 scope run in FP8, as in P1's controlled study.
+of the parts below is a recipe. GEMMs outside the MXFP4 scope run in FP8, as in P1's controlled study. A recipe that no
+name composes is written as JSON (`Recipe.to_json`), which `recipe` reads too. Configurations hold its canonical form,
+`Recipe.to_text`.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
@@ -185,10 +188,27 @@ class Recipe:
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
+    def to_text(self) -> str:
+        """The canonical text that `recipe` reads as this recipe: its name if that is enough, else JSON without defaults.
+
+        A recipe that has a built-in recipe's name and another content gives a text that `recipe` refuses.
+        """
+        try:
+            if recipe(self.name) == self:
+                return self.name
+        except ValueError:
+            pass
+        return json.dumps(_plain(self), sort_keys=True, separators=(",", ":"))
+
     @classmethod
     def from_json(cls, text: str) -> Recipe:
-        """The inverse of `to_json`. Raises ValueError that lists the known fields for an unknown one."""
-        return _build(cls, json.loads(text))
+        """The inverse of `to_json`. Fields that are left out have their default value. Raises ValueError in one line for
+        what is not JSON, an unknown field (with the known ones) or a value of another type."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+        return _build(cls, data)
 
     def __str__(self) -> str:
         lines = [f"recipe {self.name}"]
@@ -212,11 +232,22 @@ def layer_index(fqn: str) -> int | None:
     return next((int(b) for a, b in pairwise(parts) if a == "layers" and b.isdigit()), None)
 
 
+_JSON_TYPES = {
+    "str": (str, "text"), "str | None": ((str, type(None)), "text or null"), "bool": (bool, "true or false"),
+    "float": ((int, float), "a number"), "tuple[Override, ...]": (list, "a list"),
+}  # fmt: skip
+
+
 def _build(cls, data):
-    """A dataclass of this module from plain JSON data, unknown fields refused."""
-    known = {f.name for f in fields(cls)}
-    for name in data:
-        one_of(f"{cls.__name__} field", name, sorted(known))
+    """A dataclass of this module from plain JSON data, unknown fields and values of another type refused."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{cls.__name__} is a JSON object, not {json.dumps(data)[:40]}")
+    types = {f.name: f.type for f in fields(cls)}
+    for name, value in data.items():
+        one_of(f"{cls.__name__} field", name, sorted(types))
+        allowed, words = _JSON_TYPES.get(types[name], (object, ""))
+        if not isinstance(value, allowed) or (isinstance(value, bool) and allowed is not bool and words):
+            raise ValueError(f"{cls.__name__} field {name!r} is {words}, not {json.dumps(value)[:40]}")
     parts = {"fprop": Gemm, "dgrad": Gemm, "wgrad": Gemm, "a": Operand, "b": Operand}
     made = {k: _build(parts[k], v) if k in parts else v for k, v in data.items()}
     if "overrides" in made:
@@ -225,6 +256,17 @@ def _build(cls, data):
     if missing:
         raise ValueError(f"{cls.__name__} field {missing[0]!r} is missing; needed: {', '.join(missing)}")
     return cls(**made)
+
+
+def _plain(part: Recipe | Override | Gemm | Operand) -> dict:
+    """Plain JSON data without the fields that have their default value, so that a field added later changes no text."""
+    found = {}
+    for f in fields(part):
+        value = getattr(part, f.name)
+        if f.default is MISSING or value != f.default:
+            parts = [_plain(v) for v in value] if isinstance(value, tuple) else value
+            found[f.name] = _plain(value) if is_dataclass(value) else parts
+    return found
 
 
 # Composition. A modifier changes the FP4 operands of a recipe, or some of them, and nothing else.
@@ -314,15 +356,22 @@ RECIPES = (
 )
 
 
+_OWN_NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,63}")
+
+
 def recipe(name: str | Recipe) -> Recipe:
     """The recipe called `name`: a base, then modifiers, each after a `+`. A Recipe is returned as it is.
 
-    Raises ValueError that lists the known bases and modifiers for an unknown one.
+    A text that starts with "{" is a recipe's JSON (`Recipe.to_json`), of any content and with a name of its own.
+    Raises ValueError that lists the known bases and modifiers for an unknown one, and for JSON that is not a recipe or
+    that gives a known recipe's name to another recipe.
     """
     if isinstance(name, Recipe):
         return name
     if not isinstance(name, str):
         raise TypeError(f"a recipe is named by a string or is a Recipe, got {type(name).__name__}")
+    if name.startswith("{"):
+        return _of_its_own(Recipe.from_json(name))
     base, *modifiers = name.split("+")
     if base.split("-no-")[0] == "ti2d":
         removed = base.split("-no-")[1:]
@@ -351,3 +400,21 @@ def recipe(name: str | Recipe) -> Recipe:
         except ValueError as error:
             raise ValueError(f"modifier {modifier!r} of recipe {name!r}: {error}") from None
     return result
+
+
+def shown_name(text: str) -> str:
+    """The name by which tables and run ids show a recipe that a configuration holds as a name or as JSON."""
+    return recipe(text).name if text.startswith("{") else text
+
+
+def _of_its_own(made: Recipe) -> Recipe:
+    """A recipe from JSON, if tables can show it by its name. Raises ValueError where the name means another recipe."""
+    if not _OWN_NAME.fullmatch(made.name):
+        raise ValueError(f"name {made.name[:80]!r} is not allowed; 1 to 64 letters, digits and . _ + - are")
+    try:
+        known = recipe(made.name)
+    except ValueError:  # a new name
+        return made
+    if known != made:
+        raise ValueError(f"name {made.name!r} is taken: a built-in recipe of that name differs; choose another name")
+    return made

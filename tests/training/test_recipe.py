@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from mxfp4 import RECIPES, Gemm, Operand, Recipe, recipe
+from mxfp4.training.config import ModelConfig, TrainConfig
 from mxfp4.training.recipe import BASES, GEMMS, MODIFIERS, TI2D
 
 
@@ -70,6 +71,35 @@ def test_a_recipe_is_immutable_and_prints_itself():
         assert part in text
 
 
+def own(**changes):
+    """A recipe that no name composes."""
+    return dataclasses.replace(recipe("mxfp4+h16"), **{"name": "my-idea", "bf16_tail": 0.25, **changes})
+
+
+@pytest.mark.parametrize("name", ["ti2d", "nvfp4", "quartet", "mxfp4+h16"])
+def test_json_of_any_content_round_trips(name):
+    made = dataclasses.replace(recipe(name), name="my.idea-2", bf16_tail=0.25)
+    assert recipe(made.to_json()) == made == recipe(made.to_text())
+    assert recipe(recipe(name).to_json()) == recipe(name)
+
+
+def test_the_canonical_text_is_the_name_or_json_without_defaults():
+    assert recipe("mxfp4+h16").to_text() == "mxfp4+h16" == recipe(recipe("mxfp4+h16").to_json()).to_text()
+    text = own().to_text()
+    assert text.startswith('{"bf16_tail":0.25,"dgrad":{"a":{"format":"mxfp4","hadamard":"h16"}') and "elem" not in text
+    assert recipe(own().to_json()).to_text() == text == recipe(text).to_text()
+    assert Recipe("plain").to_text() == '{"name":"plain"}'
+
+
+def test_a_configuration_is_keyed_by_the_content_of_its_recipe():
+    model = ModelConfig(vocab_size=48, dim=32, n_layers=1, n_heads=1, n_kv_heads=1, ffn_dim=32, max_seq_len=32)
+    sizes = dict(seed=0, model=model, corpus="known-entropy", seq_len=32, batch_size=1, steps=1, lr=1e-3, lr_min=0.0,
+                 warmup=0, eval_every=1, eval_sequences=1, scale="cpu")  # fmt: skip
+    config = TrainConfig(recipe=own().to_text(), **sizes)
+    assert TrainConfig.from_dict(config.to_dict()) == config
+    assert config != TrainConfig(recipe=own(bf16_tail=0.5).to_text(), **sizes)
+
+
 @pytest.mark.parametrize("make, words", [
     (lambda: recipe("mxfp5"), ("mxfp5", "mxfp4", "fp8", "ti2d", "+sr-grad", "+2d")),
     (lambda: recipe("mxpf4+2d+sr"), ("mxpf4+2d+sr", "did you mean mxfp4+2d+sr?")),
@@ -94,6 +124,17 @@ def test_a_recipe_is_immutable_and_prints_itself():
     (lambda: recipe("mxfp4+h16+rht16"), ("rht16", "rotation")),
     (lambda: Recipe.from_json("{}"), ("name", "missing")),
     (lambda: Recipe.from_json('{"name": "x", "sprop": {}}'), ("sprop", "fprop")),
+    (lambda: Recipe.from_json("[1]"), ("object", "[1]")),
+    (lambda: Recipe.from_json('{"name": 5}'), ("name", "text", "5")),
+    (lambda: recipe('{"name": "x", "quest": 1}'), ("quest", "true or false", "1")),
+    (lambda: recipe('{"name": "x", "bf16_tail": true}'), ("bf16_tail", "a number", "true")),
+    (lambda: recipe('{"name": "x", "overrides": {}}'), ("overrides", "a list")),
+    (lambda: recipe('{"name": "x", "fprop": 3}'), ("Gemm", "object", "3")),
+    (lambda: recipe('{"name": "x", "wgrad": {"a": {"format": "fp3"}}}'), ("fp3", "mxfp4")),
+    (lambda: recipe('{"name": "x"'), ("not JSON", "line 1")),
+    (lambda: recipe('{"name": "a b"}'), ("a b", "letters")),
+    (lambda: recipe('{"name": "mxfp4"}'), ("mxfp4", "another name")),
+    (lambda: recipe(own(name="ti2d").to_json()), ("ti2d", "another name")),
 ])  # fmt: skip
 def test_unknown_names_and_fields_are_refused_with_the_known_ones(make, words):
     with pytest.raises(ValueError) as refused:
