@@ -31,7 +31,7 @@ CONDA := $(if $(CONDA_PREFIX),$(shell \
 	"$(CONDA_PREFIX)/bin/python" -I -c '$(FROM_HERE)' "$(CURDIR)/mxfp4/__init__.py" 2>/dev/null && echo yes))
 BIN := $(if $(CONDA),$(CONDA_PREFIX)/bin,$(VENV)/bin)
 PY := $(BIN)/python
-MXFP4 := $(PY) -m mxfp4.experiments.cli
+MXFP4 := $(PY) -m mxfp4.cli
 
 # The first Python that is new enough; override with PYTHON=...
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mxfp4.layers.linear import MXFP4Linear, convert, set_step
+from mxfp4.layers.recipe import RECIPES, Gemm, Operand, Recipe, recipe
 from mxfp4.numerics.hadamard import Hadamard, hadamard_transform
-from mxfp4.numerics.matmul import matmul
-from mxfp4.numerics.quantize import fake_quantize, fake_quantize_pair, quantize, quantize_pair
+from mxfp4.numerics.ops.matmul import matmul
+from mxfp4.numerics.ops.quantize import fake_quantize, fake_quantize_pair, quantize, quantize_pair
 from mxfp4.numerics.tensor import MXTensor
 from mxfp4.numerics.version import SEMANTICS_VERSION
-from mxfp4.training.linear import MXFP4Linear, convert, set_step
-from mxfp4.training.recipe import RECIPES, Gemm, Operand, Recipe, recipe
 
 __version__ = "0.1.0"
 __all__ = [
@@ -42,13 +42,13 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from mxfp4.experiments.records_frame import records
+    from mxfp4.studies.records_frame import records
 
 
 def __getattr__(name: str) -> Any:
     """`records` is found when it is asked for: what it needs (pandas, the experiments) is slow to import."""
     if name == "records":
-        from mxfp4.experiments.records_frame import records
+        from mxfp4.studies.records_frame import records
 
         return records
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

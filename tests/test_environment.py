@@ -105,7 +105,7 @@ def test_triton_is_left_to_pytorch():
 def test_data_wheels_are_pinned_with_hashes():
     lines = [x for x in (ROOT / "requirements-data.txt").read_text().splitlines() if not x.startswith("#")]
     pins = dict(re.fullmatch(r"([\w-]+)==([\d.]+) --hash=sha256:[0-9a-f]{64}", line).groups() for line in lines)
-    from mxfp4.training import corpus_wheels as wheels
+    from mxfp4.data import prose_wheels as wheels
 
     used = {w.package: w.version for w in vars(wheels).values() if isinstance(w, wheels.Wheel)}
     assert pins == used

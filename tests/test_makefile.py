@@ -201,7 +201,7 @@ def test_a_conda_environment_with_cudas_pytorch_is_refused_on_rocm(project):
 
 def commands(project) -> list[str]:
     """What mxfp4 was asked, in order."""
-    lines = [line.split() for line in project.log.read_text().splitlines() if "mxfp4.experiments.cli" in line]
+    lines = [line.split() for line in project.log.read_text().splitlines() if "mxfp4.cli" in line]
     return [" ".join(words[2:]) for words in lines]
 
 

@@ -1,1 +1,1 @@
-"""Numerics: the bottom storey. Needs torch alone; Triton only where there is an accelerator."""
+"""Numerics: the bottom layer. Needs torch alone; Triton only where there is an accelerator."""

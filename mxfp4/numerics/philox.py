@@ -8,14 +8,11 @@ the low half when i is even.
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
 from mxfp4.numerics.formats import as_index
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 ROUNDS = 7
 _MASK = 0xFFFFFFFF
 _MUL_A, _MUL_B = 0xD2511F53, 0xCD9E8D57
@@ -77,10 +74,6 @@ _library.define("random_signs(Tensor seed, int size, int stream) -> Tensor")
 
 @torch.library.impl(_library, "random_signs", "CompositeExplicitAutograd")
 def _random_signs(seed, size, stream):
-    if seed.is_cuda and HAS_TRITON:
-        from mxfp4.numerics.kernels import signs_triton
-
-        return signs_triton.random_signs(seed, size, stream)
     if seed.device.type == "cpu" and size <= 128:  # a single call: no need for tensors
         words = _philox_words(seed.item(), FOR_SIGNS, stream)
         signs = [1.0 - 2.0 * (words[j // 32] >> j % 32 & 1) for j in range(size)]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mxfp4.numerics.formats import BLOCK, FLOATS, decode, e8m0_value, elem_format, one_of, unpack_nibbles
 from mxfp4.numerics.hadamard import Hadamard, rotate_last
-from mxfp4.numerics.kernels.quantize_torch import spread
+from mxfp4.numerics.reference import spread
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,1 +1,1 @@
-"""Training: recipes, layers, models, corpora and the loop. Imports the numerics, never the experiments."""
+"""Training: configuration, model, loop, optimizer and evaluation."""

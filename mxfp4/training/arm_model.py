@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from mxfp4.layers.linear import MXFP4Linear, convert
+from mxfp4.layers.recipe import Recipe
 from mxfp4.training.config import TrainConfig
-from mxfp4.training.linear import MXFP4Linear, convert
+from mxfp4.training.execution.distributed import Ranks
 from mxfp4.training.model import Llama, build_model
-from mxfp4.training.parallel import Ranks
-from mxfp4.training.recipe import Recipe
 
 
 def initial_model(config: TrainConfig, device: torch.device, ranks: Ranks) -> Llama:

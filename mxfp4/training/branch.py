@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from mxfp4.training.checkpoints.resume import named_tensors
 from mxfp4.training.config import TrainConfig
-from mxfp4.training.resume import named_tensors
 
 
 @dataclass(frozen=True)

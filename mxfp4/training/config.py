@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import MISSING, asdict, dataclass, fields
 
 from mxfp4.errors import UserError
-from mxfp4.training.recipe import recipe
+from mxfp4.layers.recipe import recipe
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from mxfp4.layers.linear import set_step, weights_kept
+from mxfp4.layers.recipe import recipe
 from mxfp4.training.arm_model import in_recipe
 from mxfp4.training.config import TrainConfig
-from mxfp4.training.evaluate import Judged, judge_windows
-from mxfp4.training.linear import set_step, weights_kept
+from mxfp4.training.evaluation import Judged, judge_windows
 from mxfp4.training.model import Llama
-from mxfp4.training.recipe import recipe
 
 OWN = "own"
 """What tables call an arm's own forward; others have the name of their recipe."""

@@ -28,14 +28,14 @@ from dataclasses import dataclass
 import torch
 
 from mxfp4.errors import UserError
+from mxfp4.layers.gemms import per_tensor, serves_both
+from mxfp4.layers.linear import MXFP4Linear, convert
+from mxfp4.layers.operands import takes_packed
+from mxfp4.layers.recipe import Gemm, Operand
 from mxfp4.numerics.formats import BLOCK, elem_format
 from mxfp4.training.config import TrainConfig
-from mxfp4.training.gemms import per_tensor, serves_both
-from mxfp4.training.linear import MXFP4Linear, convert
+from mxfp4.training.execution.recompute import check_every
 from mxfp4.training.model import Block, Llama
-from mxfp4.training.prepared import takes_packed
-from mxfp4.training.recipe import Gemm, Operand
-from mxfp4.training.recompute import check_every
 
 WORKSPACE = 64 * 2**20
 """cuBLAS and cuBLASLt (hipBLASLt) work space, 32 MiB each."""

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mxfp4.training.config import ModelConfig
-from mxfp4.training.parallel import fill, here
-from mxfp4.training.recompute import recomputed
+from mxfp4.training.execution.distributed import fill, here
+from mxfp4.training.execution.recompute import recomputed
 
 INIT_STD = 0.02
 DRAWING = 8

@@ -9,15 +9,7 @@ run goes on. Either way the reason names the step, the parts and the ranks.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
-
-from mxfp4.errors import Notice
-from mxfp4.training.resume import Checkpoints
-
-if TYPE_CHECKING:
-    from mxfp4.training.loop import _Run
 
 
 def in_parts(losses: Sequence[Sequence[float]]) -> str:
@@ -56,31 +48,3 @@ def _on(ranks: Iterable[int], size: int) -> str:
         return ", on every rank"
     one = len(ranks) == 1
     return f", on rank{'' if one else 's'} {', '.join(map(str, ranks))} of 0-{size - 1}{' alone' if one else ''}"
-
-
-def replay(run: _Run, checkpoints: Checkpoints | None) -> bool:
-    """Take up a run over ranks before the step at which a value was not finite, from its last checkpoint or from the
-    beginning. False where nothing is to be replayed: its `status` is then how it ended. All ranks call it.
-
-    It has ended once the same step, or what follows the same checkpoint, gives such a value again: so each replay
-    starts at a later step than the one before. Not for a process by itself, whose arms `mxfp4 train --again` repeats.
-    """
-    if not run.suspect or checkpoints is None or run.ranks.control is None or run.captured:
-        return False
-    bad, reason, start = run.rows[-1]["step"], run.reason, checkpoints.last_step()
-    before = [r for r in run.replayed if bad == r["step"] or start == r["from"]]
-    if before:
-        run.reason = f"{reason}; again after a replay from step {before[-1]['from']}"
-        return False
-    run.begin()
-    run.resume(checkpoints)
-    if run.step == 0:
-        checkpoints.zero_moments()
-        run.model.init_weights(run.config.seed)
-    run.replayed.append({"step": bad, "reason": reason, "from": run.step})
-    if run.ranks.rank == 0:
-        text = f"{run.config.recipe}, seed {run.config.seed}: {reason}: replayed once from step {run.step}"
-        warnings.warn(text, Notice, stacklevel=2)
-    if not run.rows:
-        run.evaluate()
-    return run.status is None

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from mxfp4.errors import UserError
-from mxfp4.training import checkpoint
+from mxfp4.training.checkpoints import checkpoint
 from mxfp4.training.config import TrainConfig
+from mxfp4.training.execution.distributed import ALONE
 from mxfp4.training.model import Llama
-from mxfp4.training.parallel import ALONE
 
 FILE = "model.safetensors"
 TOKENIZER = "tokenizer.json"
@@ -113,7 +113,7 @@ def _from_checkpoint(path: Path) -> tuple[TrainConfig, dict[str, Tensor]]:
     if not path.is_dir():
         state = checkpoint.read(path)
         return TrainConfig.from_dict(state["config"]), state["model"]
-    from mxfp4.training import sharded  # slow to import
+    from mxfp4.training.checkpoints import sharded  # slow to import
 
     if problem := sharded.problem(path, ALONE):
         raise checkpoint.Damaged(problem)

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from browser import BROWSER, open_page
-from layers import Layers
-from made_up_runs import make_runs, records_in
 
-from mxfp4.experiments.charts import METADATA
-from mxfp4.experiments.notebook import chapter_sources, run_notebook
-from mxfp4.experiments.site import build_site
-from mxfp4.training.paths import project_dir
+from mxfp4.directories import project_dir
+from mxfp4.publish.notebook import chapter_sources, run_notebook
+from mxfp4.publish.site import build_site
+from mxfp4.report.charts import METADATA
+from tests.fakes.browser import BROWSER, open_page
+from tests.fakes.page_layers import Layers
+from tests.fakes.runs import make_runs, records_in
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ from dataclasses import replace
 
 import jupytext
 import pytest
-from made_up_runs import put_arms
 
-from mxfp4.experiments import charts, curves
-from mxfp4.experiments.effect import last_losses
-from mxfp4.experiments.notebook import chapter_sources
-from mxfp4.experiments.plan import plan, plans_of
-from mxfp4.experiments.scales import CPU, SCALES
-from mxfp4.experiments.store import Store
-from mxfp4.experiments.study import studies
+from mxfp4.analysis.effect import last_losses
+from mxfp4.analysis.study import studies
+from mxfp4.publish.notebook import chapter_sources
+from mxfp4.report import charts, frames
+from mxfp4.studies.plans import plan, plans_of
+from mxfp4.studies.scales import CPU, SCALES
+from mxfp4.studies.store import Store
+from tests.fakes.runs import put_arms
 
 NO_RUNS = ("format", "hadamard", "kernels", "mlperf")
 """Chapters that show no run of ours."""
@@ -87,11 +87,11 @@ def test_runs_that_stop_at_a_target_and_are_not_probed_make_a_page(path, stoppin
 
 def test_arms_that_stop_are_compared_at_equal_tokens_and_at_their_one_target(stopping):
     (study,) = [s for s in studies(Store().load("mi355x"))]
-    assert study.config.stop_at_target and curves.span(study) < 0.5 * study.tokens
-    frame = curves.table1_frame(study, ats=[0.5, 0.7])
+    assert study.config.stop_at_target and frames.span(study) < 0.5 * study.tokens
+    frame = frames.table1_frame(study, ats=[0.5, 0.7])
     assert [c for c in frame.columns if c.startswith("at ")] == ["at 3.7 nats"]
-    late = curves.mean_curves(study, ["fp8", "mxfp4"], after=0.6)
-    assert set(late["arm"]) == {"fp8", "mxfp4"} and late["tokens"].min() >= 0.6 * curves.span(study)
+    late = frames.mean_curves(study, ["fp8", "mxfp4"], after=0.6)
+    assert set(late["arm"]) == {"fp8", "mxfp4"} and late["tokens"].min() >= 0.6 * frames.span(study)
     losses = last_losses(study, ["fp8", "mxfp4"])
     ends = {arm: study.curves(arm)[0].dropna(subset="eval_loss") for arm in losses}
     shared = min(e["tokens"].iloc[-1] for e in ends.values())

@@ -2,7 +2,7 @@
 
     python tests/gpu/pilot.py pilot.json --run '{"seed": 0}' --run '{"law": {"define": 0, "query": 0}, "seed": 1}'
 
-A run is JSON: law (fields of mxfp4.training.known_entropy.Law that differ), recipe, seed, lr, steps, probe (true: a pair of
+A run is JSON: law (fields of mxfp4.data.known_entropy.Law that differ), recipe, seed, lr, steps, probe (true: a pair of
 probes near the end). The file gets, for each, the evaluation curve, the floor, top-1 and answering accuracy and the mean
 block kurtosis where it was probed. With it source and learning rate are chosen; it makes no record.
 """
@@ -24,9 +24,9 @@ def train_one(run: dict, results) -> None:
     """Train one variant and put what it gave into the queue `results`."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "3"
     torch.set_num_threads(3)
-    from mxfp4.experiments.probes import Probe
-    from mxfp4.experiments.study_arms import study_arms
-    from mxfp4.training.known_entropy import KnownEntropy, Law
+    from mxfp4.data.known_entropy import KnownEntropy, Law
+    from mxfp4.diagnostics.probe import Probe
+    from mxfp4.studies.registered_arms import study_arms
     from mxfp4.training.loop import train
 
     started = time.monotonic()

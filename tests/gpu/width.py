@@ -32,19 +32,22 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from mxfp4.experiments import bench  # noqa: E402
-from mxfp4.experiments.scales import MI355X  # noqa: E402
-from mxfp4.numerics.path import fp8_path, matmul_path  # noqa: E402
-from mxfp4.training import checkpoint, loop, parallel, sharded  # noqa: E402
+from mxfp4.bench import results as bench  # noqa: E402
+from mxfp4.studies.scales import MI355X  # noqa: E402
+from mxfp4.numerics.native import fp8_path, matmul_path  # noqa: E402
+from mxfp4.training import run_state  # noqa: E402
+from mxfp4.training.checkpoints import checkpoint, sharded  # noqa: E402
+from mxfp4.training.execution import distributed  # noqa: E402
 from mxfp4.training.config import TrainConfig  # noqa: E402
-from mxfp4.training.loop import FETCH_EVERY, train  # noqa: E402
+from mxfp4.training.loop import train  # noqa: E402
+from mxfp4.training.run_state import FETCH_EVERY  # noqa: E402
 from mxfp4.training.memory import estimate  # noqa: E402
-from mxfp4.training.resume import Checkpoints  # noqa: E402
-from mxfp4.training.synthetic import SyntheticCorpus  # noqa: E402
+from mxfp4.training.checkpoints.resume import Checkpoints  # noqa: E402
+from mxfp4.data.synthetic import SyntheticCorpus  # noqa: E402
 
 WARM_UP = 20  # steps; a multiple of FETCH_EVERY, so that the device is waited for at both ends of what is timed
 PATIENCE = 10  # seconds that the other ranks have to end in once one has failed
-PRELOAD = ["mxfp4.experiments.scales", "mxfp4.training.loop", "mxfp4.training.sharded", "torch.distributed.fsdp"]
+PRELOAD = ["mxfp4.studies.scales", "mxfp4.training.loop", "mxfp4.training.checkpoints.sharded", "torch.distributed.fsdp"]
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -133,7 +136,7 @@ def work(
     ticks: dict[int, float] = {}
     clock, writing, row, at = Clock(started), {}, {}, 0
     clock.lap("start")
-    clock.around(loop, "_model", "model")
+    clock.around(run_state, "initial_model", "model")
     clock.around(Checkpoints, "load", "load")
     time_writing(writing)
     Checkpoints.due = lambda _: killed and at == args.save  # not by the clock: how fast the GPU is decides nothing
@@ -141,7 +144,7 @@ def work(
     def keep(figures: dict) -> None:
         (meeting / "figures.json").write_text(json.dumps(figures))
 
-    def report(ranks: parallel.Ranks) -> None:
+    def report(ranks: distributed.Ranks) -> None:
         peaks = ranks.gather(torch.cuda.max_memory_allocated(device) if gpu else 0)
         if ranks.rank:
             return
@@ -192,7 +195,7 @@ def work(
 
     with ThreadPoolExecutor(1) as beside:
         tables = beside.submit(corpus.batch, 0, arm.batch_size, arm.seq_len, arm.seed)  # while the ranks meet
-        with parallel.joined(device, (f"file://{meeting}/ranks", rank, size)) as ranks:
+        with distributed.joined(device, (f"file://{meeting}/ranks", rank, size)) as ranks:
             tables.result()
             clock.lap("meeting")
             begun = ranks.agree(checkpoint.latest_step(folder) or 0)

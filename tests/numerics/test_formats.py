@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from oracle import FORMATS, code_value, scale_value
 
 from mxfp4.numerics.formats import (
     ELEMS,
@@ -15,6 +14,7 @@ from mxfp4.numerics.formats import (
     pack_nibbles,
     unpack_nibbles,
 )
+from tests.fakes.oracle import FORMATS, code_value, scale_value
 
 
 @pytest.mark.parametrize("elem", ELEMS)

@@ -12,7 +12,7 @@ import torch
 
 import mxfp4
 from mxfp4 import SEMANTICS_VERSION, Hadamard, quantize
-from mxfp4.numerics.ops import draw_seed
+from mxfp4.numerics.ops.block_quantize import draw_seed
 
 ELEMS, RULES = ("e2m1", "e4m3", "e5m2"), ("floor", "even", "ceil", "rceil")
 ROTATIONS = (None, Hadamard(16), Hadamard(32), Hadamard(64, "seed"), Hadamard(128, (1, -1, -1, 1) * 32))

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import philox4x32
 
 from mxfp4.numerics.philox import FOR_ROUNDING, FOR_SIGNS, ROUNDS, as_seed, philox, random16, random_signs
+from tests.fakes.oracle import philox4x32
 
 CPU = torch.device("cpu")
 ONES = 0xFFFFFFFF

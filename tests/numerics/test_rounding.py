@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import FORMATS, nearest_code, neighbours
-from oracle import Fraction as F
-from strategies import fp32, mantissa
 
 import mxfp4
 from mxfp4.numerics.formats import ELEMS, encode
 from mxfp4.numerics.rounding import round_nearest, round_stochastic
+from tests.fakes.oracle import FORMATS, nearest_code, neighbours
+from tests.fakes.oracle import Fraction as F
+from tests.fakes.strategies import fp32, mantissa
 
 # Seven points, one in each interval of E2M1, and points of the FP8 formats: normal, below
 # min_normal, below the smallest value.

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mxfp4.data.known_entropy import KnownEntropy, Law
 from mxfp4.errors import UserError
 from mxfp4.training.branch import branches
 from mxfp4.training.config import ModelConfig, TrainConfig
-from mxfp4.training.known_entropy import KnownEntropy, Law
 from mxfp4.training.loop import train
-from mxfp4.training.optim import learning_rate
+from mxfp4.training.optimizer import learning_rate
 
 MODEL = ModelConfig(vocab_size=64, dim=64, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=96, max_seq_len=32)
 PLAIN = TrainConfig(
@@ -143,7 +143,7 @@ def test_a_branch_that_diverges_ends_alone():
 
 def test_the_fused_loss_is_the_loss():
     """What a compiled run of the study takes: value and gradients, to rounding."""
-    from mxfp4.training.evaluate import fused_token_loss, token_loss
+    from mxfp4.training.evaluation import fused_token_loss, token_loss
     from mxfp4.training.model import build_model
 
     model = build_model(MODEL, 0)

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from fakes import TINY, tiny_config
 
 from mxfp4.errors import UserError
 from mxfp4.training.config import ModelConfig, TrainConfig
+from tests.fakes import TINY, tiny_config
 
 
 def test_round_trip_through_plain_data():

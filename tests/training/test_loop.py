@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes import TINY, FakeCorpus, tiny_config
 
 from mxfp4.errors import UserError
-from mxfp4.training import checkpoint
-from mxfp4.training.evaluate import token_loss
+from mxfp4.training.checkpoints import checkpoint
+from mxfp4.training.evaluation import token_loss
 from mxfp4.training.loop import train
 from mxfp4.training.model import build_model
-from mxfp4.training.optim import learning_rate, make_optimizer
+from mxfp4.training.optimizer import learning_rate, make_optimizer
+from tests.fakes import TINY, FakeCorpus, tiny_config
 
 CORPUS = FakeCorpus()
 
@@ -164,8 +164,8 @@ KILLED = """
 import sys, torch
 torch.set_num_threads(1)
 sys.path.insert(0, {tests!r})
-from fakes import FakeCorpus, tiny_config
-from mxfp4.training.evaluate import token_loss
+from tests.fakes import FakeCorpus, tiny_config
+from mxfp4.training.evaluation import token_loss
 from mxfp4.training.loop import train
 train(tiny_config(recipe={recipe!r}, steps=400), corpus=FakeCorpus(), device="cpu", progress=False,
       checkpoint_dir={folder!r}, checkpoint_seconds=0)
@@ -175,7 +175,7 @@ train(tiny_config(recipe={recipe!r}, steps=400), corpus=FakeCorpus(), device="cp
 @pytest.mark.parametrize("recipe", ["mxfp4+sr", "bf16"])
 def test_kill_9_at_a_random_step_and_resume_gives_the_same_bytes(tmp_path, recipe):
     """Weights, optimizer state and curve, compared through one more checkpoint of each run."""
-    code = KILLED.format(tests=str(Path(__file__).parents[1]), recipe=recipe, folder=str(tmp_path / "killed"))
+    code = KILLED.format(tests=str(Path(__file__).parents[2]), recipe=recipe, folder=str(tmp_path / "killed"))
     process = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
     deadline = time.monotonic() + 120
     while not list((tmp_path / "killed").glob("*.sha256")) and time.monotonic() < deadline:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from fake_step import as_a_gpu, peak_of_step
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mxfp4.errors import UserError
+from mxfp4.layers.linear import convert
 from mxfp4.training.config import ModelConfig, TrainConfig
-from mxfp4.training.linear import convert
+from mxfp4.training.execution.recompute import recompute_every
 from mxfp4.training.memory import WORKSPACE, estimate
 from mxfp4.training.model import Llama
-from mxfp4.training.recompute import recompute_every
+from tests.fakes.step import as_a_gpu, peak_of_step
 
 
 def config(

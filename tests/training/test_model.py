@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fakes import TINY
 from torch.nn import functional as F
 
 from mxfp4 import MXFP4Linear, convert
 from mxfp4.training import model as model_module
 from mxfp4.training.model import Llama, apply_rope, build_model, rope_tables
+from tests.fakes import TINY
 
 MOE = replace(TINY, n_experts=4)
 TOKENS = torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(3))

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fakes import TINY, FakeCorpus, tiny_config
-from ranked import full_state, launch
 
 from mxfp4.errors import Notice
-from mxfp4.training import loop, parallel
+from mxfp4.training import loop, run_state
+from mxfp4.training.checkpoints.resume import Checkpoints
+from mxfp4.training.execution import distributed
 from mxfp4.training.nonfinite import in_parts, in_windows
-from mxfp4.training.resume import Checkpoints
+from tests.fakes import TINY, FakeCorpus, tiny_config
+from tests.fakes.ranks import full_state, launch
 
 NAN = math.nan
 CONFIG = tiny_config(
@@ -38,7 +39,7 @@ class Fault(FakeCorpus):
         left = self.left
         left["part"] += 1
         hit = left["times"] and (left["now"], left["evaluating"]) == (left["step"], evaluating)
-        if hit and parallel.here().rank == 1 and (evaluating or left["part"] == 2):
+        if hit and distributed.here().rank == 1 and (evaluating or left["part"] == 2):
             left["times"] -= 1
             return True
         return False
@@ -46,15 +47,15 @@ class Fault(FakeCorpus):
 
 def run(folder, corpus, seconds=0.0, saved=(3, 5)):
     """Train with checkpoints after the steps in `saved`."""
-    honest = loop.token_loss, loop.token_losses, Checkpoints.due
-    loop.token_loss = lambda model, part: honest[0](model, part) * (NAN if corpus.strikes(False) else 1.0)
-    loop.token_losses = lambda model, part: honest[1](model, part) * (NAN if corpus.strikes(True) else 1.0)
+    honest = run_state.token_loss, run_state.token_losses, Checkpoints.due
+    run_state.token_loss = lambda model, part: honest[0](model, part) * (NAN if corpus.strikes(False) else 1.0)
+    run_state.token_losses = lambda model, part: honest[1](model, part) * (NAN if corpus.strikes(True) else 1.0)
     Checkpoints.due = lambda self: corpus.left["now"] in saved
     try:
         return loop.train(CONFIG, corpus=corpus, device="cpu", checkpoint_dir=folder, progress=False,
                           checkpoint_seconds=seconds)  # fmt: skip
     finally:
-        loop.token_loss, loop.token_losses, Checkpoints.due = honest
+        run_state.token_loss, run_state.token_losses, Checkpoints.due = honest
 
 
 CASES = {

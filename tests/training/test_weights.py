@@ -7,13 +7,14 @@ import json
 
 import pytest
 import torch
-from fakes import FakeCorpus, tiny_config
-from ranked import full_state, launch
 from safetensors import safe_open
 
 from mxfp4.errors import UserError
-from mxfp4.training import checkpoint, weights
+from mxfp4.training import weights
+from mxfp4.training.checkpoints import checkpoint
 from mxfp4.training.loop import train
+from tests.fakes import FakeCorpus, tiny_config
+from tests.fakes.ranks import full_state, launch
 
 
 @pytest.fixture(scope="module")

@@ -1,1 +1,1 @@
-"""Other frameworks, one file each: what they call our layer by. Importing one needs that framework."""
+"""The public address of the adapters, which lie in `mxfp4.adapters`."""

@@ -1,0 +1,1 @@
+"""Analysis: effects with intervals, metrics, claims, and the papers' published figures."""

@@ -1,0 +1,1 @@
+"""The registered study (book/study.yml): its gates, its tables from records, its contrasts and their verdicts."""

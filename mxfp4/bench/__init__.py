@@ -1,0 +1,1 @@
+"""Benchmarks of kernels and training steps, and instruction counts of compiled kernels."""

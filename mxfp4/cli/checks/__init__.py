@@ -1,0 +1,1 @@
+"""What works on this machine, and what a plan will take."""

@@ -1,0 +1,71 @@
+"""`mxfp4 bench kernels|step|cpu`: speed here, after a check of the results, with whatever rivals are installed."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mxfp4.errors import UserError
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Register the sub-command."""
+    parser = subparsers.add_parser("bench", help="speed of kernels, training steps, the CPU path", description=__doc__)
+    parser.add_argument("what", choices=("kernels", "step", "cpu"), help="kernels and step need a GPU")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE",
+        help="write machine and results to FILE (step: default runs/bench/step-<device>.json, which pages show)",
+    )  # fmt: skip
+    parser.add_argument("--no-rivals", action="store_true", help="leave out other packages and compiled twins")
+    parser.add_argument("--recipe", action="append", help="step: only these recipes; may be repeated")
+    parser.set_defaults(handler=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0 unless a result of ours was wrong or failed."""
+    import torch
+
+    from mxfp4.bench import cpu as bench_cpu
+    from mxfp4.bench import kernels as bench_kernels
+    from mxfp4.bench import results as bench
+    from mxfp4.bench import step as bench_step
+
+    kept, device = None, "cpu" if args.what == "cpu" else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"mxfp4 bench {args.what} needs a GPU, and torch sees none; `mxfp4 bench cpu` runs anywhere")
+    if args.what == "step":
+        measurements = bench_step.rows(tuple(args.recipe) if args.recipe else bench_step.RECIPES)
+        if args.json is None and not args.recipe:  # some recipes alone would take the place of all
+            kept = bench.kept_at("step", torch.cuda.get_device_name())
+    else:
+        measurements = {"cpu": bench_cpu, "kernels": bench_kernels}[args.what].rows(not args.no_rivals)
+    rows = []
+    for row in measurements:
+        rows.append(row)
+        print(_line(row), flush=True)
+        if args.json:  # whole after each, so that an interrupted run leaves what it had
+            bench.write(args.json, args.what, device, rows)
+    if kept is not None:  # only now, so that an interrupted run leaves what there was
+        bench.write(kept, args.what, device, rows)
+        print(f"written to {kept}")
+    elif args.what == "step" and args.json is None:
+        print("not written: --json FILE keeps the results of some recipes")
+    ours = [row for row in rows if row["who"].startswith("mxfp4")]
+    return 1 if any(row.get("correct") is False or "problem" in row for row in ours) else 0
+
+
+def _line(row: dict) -> str:
+    name = f"{row['name']:<24}{row['who']:<28}"
+    time = f"{row['seconds'] * 1e6:>11.1f} us" if "seconds" in row else f"{'':>14}"
+    shown = {
+        "ratio": "{:.3f}",
+        "bytes_per_second": "{:.3e} B/s",
+        "flops_per_second": "{:.3e} FLOP/s",
+        "elements_per_second": "{:.3e} /s",
+        "processor_seconds": "{:.4f} s of processor",
+        "time_ratio": "{:.3f} of the BF16 time",
+        "memory_ratio": "{:.3f} of its memory",
+    }
+    text = "  ".join(form.format(row[key]) for key, form in shown.items() if row.get(key) is not None)
+    text += "  WRONG" if row.get("correct") is False else ""
+    return f"{name}{time}  {text}{row.get('problem', '')}"

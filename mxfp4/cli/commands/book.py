@@ -1,0 +1,38 @@
+"""`mxfp4 book`: build the site from the executed notebooks of a scale (runs nothing)."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from mxfp4.errors import UserError
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Register the sub-command."""
+    parser = subparsers.add_parser("book", help="build the site from executed notebooks", description=__doc__)
+    parser.add_argument("--scale", default="cpu", help="cpu, gpu or mi355x: whose notebooks (default: cpu)")
+    parser.add_argument("--force", action="store_true", help="build again even where nothing has changed")
+    parser.set_defaults(handler=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0; whatever would leave a hole in the site is a UserError."""
+    from mxfp4.directories import project_dir, runs_dir
+    from mxfp4.publish.site import build_site
+    from mxfp4.studies.scales import get_scale
+
+    get_scale(args.scale)
+    book = project_dir() / "book"
+    if not (book / "_toc.yml").is_file():
+        raise UserError("no book/_toc.yml at or above this folder: run this in a checkout")
+    started = time.monotonic()
+    site = build_site(book, runs_dir() / "notebooks" / args.scale, scale=args.scale, force=args.force)
+    how = "already there" if site.skipped else f"built in {time.monotonic() - started:.0f} s"
+    print(f"site: {how} (scale {args.scale}): book/_build/html/index.html")
+    if site.stale:
+        print(
+            f"note: text or records have changed since these were run, `mxfp4 run --all --scale {args.scale}` runs them "
+            f"again: {', '.join(site.stale)}"
+        )
+    return 0

@@ -1,0 +1,1 @@
+"""Data: corpora, tokenizers, packed corpora and sources of known entropy."""

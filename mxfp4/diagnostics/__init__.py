@@ -1,0 +1,1 @@
+"""Diagnostics: what quantization does to the tensors and gradients of a run."""

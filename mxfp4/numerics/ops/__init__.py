@@ -1,0 +1,1 @@
+"""What is done with tensors: quantize, multiply, rotate. Torch operators and the public functions over them."""

@@ -1,0 +1,1 @@
+"""Publishing: runs notebooks with checked parameters and builds the site."""

@@ -1,0 +1,276 @@
+"""Builds the site from the executed notebooks of one scale. Executes nothing, fetches nothing.
+
+    book/*.md, _config.yml, _static  +  runs/notebooks/<scale>/*.ipynb  ->  book/_build/src  ->  book/_build/html
+
+Everything that would leave a hole in the site stops the build with one line, and the site that was there stays: a toc
+entry without a file, a chapter outside the toc, a chapter that has not been run, a Sphinx warning (duplicate label,
+unknown reference, broken markup), a dead link or anchor, or anything that a page would load from another host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from mxfp4.errors import UserError
+from mxfp4.publish.link_check import check_site
+from mxfp4.publish.notebook import records_of
+
+_CODE_CELL = re.compile(r"^```\{code-cell\}", re.MULTILINE)
+_WARNING = re.compile(
+    r"^(?:(?P<where>\S[^:]*(?::\d+)?): )?(?P<level>WARNING|ERROR|CRITICAL|SEVERE): (?P<what>.*)$"
+)
+_KEY_FILE = ".made-from"
+# A cell that says itself how its code is shown is left alone; any other is folded.
+_SHOWN_TAGS = {"show-input", "hide-input", "remove-input", "hide-cell", "remove-cell"}
+
+
+@dataclass(frozen=True)
+class Site:
+    """A built site."""
+
+    path: Path
+    skipped: bool
+    stale: tuple[str, ...]
+    """Chapters whose source, or whose scale's records, have changed since they were run."""
+
+
+def build_site(
+    book: Path, notebooks: Path, *, scale: str, out: Path | None = None, force: bool = False
+) -> Site:
+    """Build `book` (a folder with _toc.yml) with the executed notebooks in the folder `notebooks`.
+
+    out: folder for the build (default: book/_build); the site is out/html. Raises UserError, see above.
+    """
+    out = out or book / "_build"
+    pages = toc_pages(book)
+    html, source = out / "html", out / "src"
+    staged, stale = _collect(book, pages, notebooks, scale)
+    key = _key(book, staged)
+    if not force and (html / _KEY_FILE).is_file() and (html / _KEY_FILE).read_text() == key:
+        return Site(html, skipped=True, stale=stale)
+
+    shutil.rmtree(source, ignore_errors=True)
+    shutil.copytree(
+        book, source, ignore=lambda folder, names: [n for n in names if n == "_build" or n.endswith(".md")]
+    )
+    for name, text in staged.items():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(text, encoding="utf-8")
+    work = out / "work"
+    shutil.rmtree(work, ignore_errors=True)
+    _sphinx(source, work, out / "log.txt")
+    fresh = work / "_build" / "html"
+    _add_libraries(fresh, out / "cache")
+    check_site(fresh)
+    (fresh / _KEY_FILE).write_text(key)
+    old = out / "html.old"
+    shutil.rmtree(old, ignore_errors=True)
+    if html.exists():
+        html.rename(old)
+    fresh.rename(html)
+    for leftover in (old, work):
+        shutil.rmtree(leftover, ignore_errors=True)
+    return Site(html, skipped=False, stale=stale)
+
+
+def toc_pages(book: Path) -> list[str]:
+    """The pages that book/_toc.yml names, front page first. Raises UserError where toc and folder differ."""
+    try:
+        toc = yaml.safe_load((book / "_toc.yml").read_text(encoding="utf-8"))
+        pages = [toc["root"], *_files(toc)]
+    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise UserError(f"_toc.yml cannot be read: {str(error).splitlines()[0]}") from None
+    for page in pages:
+        if not (book / f"{page}.md").is_file():
+            raise UserError(f"_toc.yml names {page!r}, but there is no {page}.md in {book.name}/")
+        if pages.count(page) > 1:
+            raise UserError(f"_toc.yml names {page!r} {pages.count(page)} times")
+    there = {
+        p.relative_to(book).with_suffix("").as_posix() for p in book.rglob("*.md") if "_build" not in p.parts
+    }
+    outside = sorted(there - set(pages))
+    if outside:
+        raise UserError(f"{outside[0]}.md is not in _toc.yml, so no page would lead to it")
+    return pages
+
+
+def _files(node) -> list[str]:
+    """Every `file:` below a toc node, in order."""
+    if isinstance(node, list):
+        return [name for item in node for name in _files(item)]
+    if isinstance(node, dict):
+        own = [str(node["file"])] if "file" in node else []
+        return own + [
+            name for value in node.values() if isinstance(value, (list, dict)) for name in _files(value)
+        ]
+    return []
+
+
+def _collect(
+    book: Path, pages: list[str], notebooks: Path, scale: str
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """File name -> text of every page as Sphinx will read it, and the names of stale chapters."""
+    staged, stale, missing = {}, [], []
+    records = records_of(scale)
+    for page in pages:
+        text = (book / f"{page}.md").read_text(encoding="utf-8")
+        if not _CODE_CELL.search(text):
+            staged[f"{page}.md"] = text
+            continue
+        executed = notebooks / f"{Path(page).name}.ipynb"
+        if not executed.is_file():
+            missing.append(page)
+            continue
+        node = json.loads(executed.read_text(encoding="utf-8"))
+        about = node["metadata"].get("mxfp4", {})
+        if (
+            about.get("source_sha256") != hashlib.sha256(text.encode()).hexdigest()
+            or about.get("records_sha256", records) != records  # older runs do not say
+        ):
+            stale.append(page)
+        staged[f"{page}.ipynb"] = json.dumps(present(node), indent=1, ensure_ascii=False, sort_keys=True)
+    if missing:
+        raise UserError(
+            f"not run yet at scale {scale}: {', '.join(missing)}; run `mxfp4 run {missing[0]} --scale {scale}`"
+        )
+    return {name: _relink(text, staged) for name, text in staged.items()}, tuple(stale)
+
+
+def _relink(text: str, staged: dict[str, str]) -> str:
+    """Links between chapters name sources (`stability.md`), which also work where the sources are read; Sphinx gets
+    the executed notebook of that name."""
+
+    def target(match: re.Match) -> str:
+        executed = f"{match['page']}.ipynb"
+        return f"]({executed}{match['anchor']})" if executed in staged else match[0]
+
+    return re.sub(r"\]\((?P<page>[\w/-]+)\.md(?P<anchor>(?:#[\w-]*)?)\)", target, text)
+
+
+def present(node: dict) -> dict:
+    """An executed notebook (nbformat JSON) as its page shows it: charts for Vega, code folded, the run named."""
+    from mxfp4.report.charts import METADATA, figure_html
+
+    for cell in node["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        tags = cell["metadata"].setdefault("tags", [])
+        if not _SHOWN_TAGS & set(tags):
+            tags.append("hide-input")
+        outputs = []
+        for output in cell["outputs"]:
+            ours = output.get("metadata", {}).get(METADATA, {})
+            if ours.get("caption") is True:
+                continue  # the figure carries its caption
+            if "vegalite" in ours:
+                png = "".join(output["data"]["image/png"])
+                output = {
+                    "output_type": "display_data",
+                    "metadata": {},
+                    "data": {"text/html": figure_html(ours["vegalite"], ours["caption"], png)},
+                }
+            outputs.append(output)
+        cell["outputs"] = outputs
+    about = node["metadata"].get("mxfp4")
+    if about:
+        node["cells"].append(
+            {"cell_type": "markdown", "id": "about-this-run", "metadata": {}, "source": _about(about)}
+        )
+    return node
+
+
+def _about(about: dict) -> str:
+    """The page's last paragraph: from which run it was rendered, and how to have another."""
+    given = "".join(
+        f" {name}={_word(value)}" for name, value in about.get("parameters", {}).items() if name != "scale"
+    )
+    command = f"mxfp4 run book/{about['source']} --scale {about['scale']}" + (f" -p{given}" if given else "")
+    return (
+        ":::{admonition} This page's run\n:class: tip dropdown\n"
+        f"Rendered from `runs/notebooks/{about['scale']}/{Path(about['source']).stem}.ipynb`. "
+        f"To run it again, with these or other parameters:\n\n```sh\n{command}\n```\n:::\n"
+    )
+
+
+def _word(value) -> str:
+    """A parameter's value as a shell word."""
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if re.fullmatch(r"[\w.,+:/-]+", text) else "'" + text.replace("'", "'\\''") + "'"
+
+
+def _key(book: Path, staged: dict[str, str]) -> str:
+    """SHA-256 over all that goes into the site: pages, everything else in book/, this code."""
+    digest = hashlib.sha256()
+    parts = {name: text.encode() for name, text in staged.items()}
+    for path in sorted(book.rglob("*")):
+        inside = path.relative_to(book)
+        if path.is_file() and inside.parts[0] != "_build" and path.suffix != ".md":
+            parts[inside.as_posix()] = path.read_bytes()
+    for name in ("publish/site.py", "publish/link_check.py", "report/charts.py"):
+        parts[f"code/{name}"] = (Path(__file__).parents[1] / name).read_bytes()
+    for name in sorted(parts):
+        digest.update(f"{name}\0{hashlib.sha256(parts[name]).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def _sphinx(source: Path, work: Path, log: Path) -> None:
+    """Run jupyter-book on `source`; warnings are errors. What it printed is kept in `log`."""
+    program = "import sys; from jupyter_book.cli.main import main; sys.exit(main())"
+    options = ["build", str(source), "--path-output", str(work), "-W", "-n", "--keep-going", "-q"]
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "NO_COLOR": "1", "TERM": "dumb"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *options],
+        env=environment,
+        text=True,
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+    )
+    printed = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)
+    log.write_text(printed, encoding="utf-8")
+    if done.returncode == 0:
+        return
+    problems = [m for line in printed.splitlines() if (m := _WARNING.match(line.strip()))]
+    if not problems:
+        last = next((line for line in reversed(printed.splitlines()) if line.strip()), "no message")
+        raise UserError(f"the book does not build: {last.strip()} (all of it: {log})")
+    first = problems[0]
+    where = (first["where"] or "").replace(f"{source}{os.sep}", "") or "book"
+    more = f" (and {len(problems) - 1} more: {log})" if len(problems) > 1 else ""
+    raise UserError(f"the book does not build: {where}: {first['what']}{more}")
+
+
+def _add_libraries(html: Path, cache: Path) -> None:
+    """Put Vega and MathJax beside the pages, out of the installed wheels."""
+    import vl_convert
+
+    from mxfp4.report.charts import VL_VERSION
+
+    bundle = cache / f"vega-{VL_VERSION}-{vl_convert.__version__}.js"
+    if not bundle.is_file():
+        code = vl_convert.javascript_bundle(
+            snippet="window.mxfp4Vega = {embed: vegaEmbed};", vl_version=VL_VERSION
+        )
+        cache.mkdir(parents=True, exist_ok=True)
+        # A bundle declares hundreds of short global names; in a function they cannot meet those of Sphinx's scripts.
+        bundle.write_text(f"(function () {{\n{code}\n}})();\n", encoding="utf-8")
+    (html / "_static" / "vega").mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(bundle, html / "_static" / "vega" / "vega.js")
+    found = importlib.util.find_spec("sphinx-mathjax-offline")
+    if found is None or not found.origin:
+        raise UserError(
+            "sphinx-mathjax-offline is not installed: run `make env` or `pip install 'mxfp4[book]'`"
+        )
+    mathjax = Path(found.origin).parent / "static" / "mathjax" / "tex-svg-full.js"
+    (html / "_static" / "mathjax").mkdir(exist_ok=True)
+    shutil.copyfile(mathjax, html / "_static" / "mathjax" / mathjax.name)

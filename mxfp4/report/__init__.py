@@ -1,0 +1,1 @@
+"""Report: the frames, charts and evidence that pages of the book show."""

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: written by one process or by several ranks, and resumed from."""

@@ -1,0 +1,65 @@
+"""Recipes that nobody named: how operands wait and which units multiply them changes no result.
+
+Any format in any operand, each tensor the same in both its GEMMs or not. Sizes are odd where no operand has blocks.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mxfp4 import Gemm, MXFP4Linear, Operand, Recipe, set_step
+from mxfp4.layers import operands as prepared
+from mxfp4.layers.recipe import ELEMS_OF, GEMMS, TENSORS
+
+PLAIN, BLOCKS = ("fp32", "bf16", "fp8", "fp8", "fp8"), ("mxfp4", "mxfp8", "nvfp4", "fp8", "fp8")
+
+
+@st.composite
+def operands(draw, formats) -> Operand:
+    chosen = draw(st.sampled_from(formats))
+    return Operand(
+        chosen,
+        draw(st.sampled_from(ELEMS_OF[chosen])),
+        draw(st.sampled_from(("1d", "2d"))),
+        draw(st.sampled_from(("floor", "even", "ceil", "rceil"))),
+        draw(st.sampled_from(("nearest", "nearest", "stochastic"))),
+    )
+
+
+@st.composite
+def recipes(draw, formats) -> Recipe:
+    tied = {t: draw(st.one_of(st.none(), operands(formats))) for t in "xwg"}
+    gemms = {g: Gemm(*(tied[t] or draw(operands(formats)) for t in TENSORS[g])) for g in GEMMS}
+    return Recipe("any", **gemms, requantize=draw(st.booleans()))
+
+
+def run(chosen: Recipe, sizes: tuple[int, int, int], save: str, path: str) -> tuple[torch.Tensor, ...]:
+    """(Y, dX, dW), each over its operands' norms; `path` "native": on a chip that multiplies FP8 tensors itself."""
+    tokens, inside, outside = sizes
+    torch.manual_seed(0)
+    layer = MXFP4Linear(inside, outside, bias=False, recipe=chosen, save=save)
+    x, grad = torch.randn(tokens, inside, requires_grad=True), torch.randn(tokens, outside)
+    set_step(layer, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepared, "fp8_path", lambda device: path)
+        y = layer(x)
+        y.backward(grad)
+    w, g, x_norm = (t.detach().norm() for t in (layer.weight, grad, x))  # sums may cancel: it is their parts that round
+    return y.detach() / (x_norm * w), x.grad / (g * w), layer.weight.grad / (g * x_norm)
+
+
+@pytest.mark.parametrize("formats, sizes", [(PLAIN, st.integers(1, 40)), (BLOCKS, st.sampled_from((32, 64, 96)))])
+@settings(max_examples=60)
+@given(data=st.data())
+def test_neither_the_wait_nor_the_units_change_a_result(formats, sizes, data):
+    chosen = data.draw(recipes(formats))
+    shape = data.draw(st.integers(1, 70)), data.draw(sizes), data.draw(sizes)
+    ways = {(save, path): run(chosen, shape, save, path) for save in prepared.SAVES for path in ("emulated", "native")}
+    for path in ("emulated", "native"):
+        for ours, theirs in zip(ways["packed", path], ways["values", path], strict=True):
+            assert torch.equal(ours, theirs)
+    for ours, theirs in zip(ways["values", "native"], ways["values", "emulated"], strict=True):
+        assert (ours - theirs).norm() < 1e-6

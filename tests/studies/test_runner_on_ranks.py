@@ -1,0 +1,103 @@
+"""Arms that several ranks train together: started by the store and by torchrun, killed, stopped and taken up by
+another number of ranks."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mxfp4.studies.plans import plan
+from mxfp4.studies.runner import run_plan
+from mxfp4.studies.scales import CPU
+from mxfp4.studies.store import Store
+from mxfp4.training.checkpoints import checkpoint
+from mxfp4.training.execution import distributed
+from tests.fakes import TINY, FakeCorpus
+
+CORPUS = FakeCorpus()
+ALONE = replace(
+    CPU, model=TINY, seq_len=16, batch_size=4, micro_batches=2, steps=12, eval_every=4, eval_sequences=4, warmup=3,
+    probe_steps=(), jobs=1,
+)  # fmt: skip
+TOGETHER = replace(ALONE, ranks_per_arm=2)
+
+
+def arms(scale, recipes=("mxfp4+sr",), **changes):
+    return plan("table1", scale, recipes=recipes, seeds=(0,), **changes)
+
+
+def train(scale, store, corpus=CORPUS, *, again=False, **options):
+    return run_plan(arms(scale, **options), store, device="cpu", corpus=corpus, progress=False, again=again)
+
+
+class RankDies(FakeCorpus):
+    """kill -9 of rank 1 at a step of the first arm."""
+
+    def batch(self, step, batch_size, seq_len, seed):
+        if distributed.here().rank == 1 and step == 3 and seed == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().batch(step, batch_size, seq_len, seed)
+
+
+def test_a_rank_that_dies_ends_its_arm_alone_and_the_next_call_goes_on_with_one(tmp_path):
+    store = Store(tmp_path)
+    both = plan("table1", TOGETHER, recipes=["bf16"], seeds=(0, 1))
+    summary = run_plan(both, store, device="cpu", corpus=RankDies(), progress=False)
+    assert summary.failed == {"bf16-s0": "its process ended with exit code -9"} and summary.trained == ["bf16-s1"]
+    (record,) = store.load("cpu")
+    assert record.timings["ranks"] == 2 and record.outcome["step"] == 12 and not store.begun()
+    assert train(ALONE, store, recipes=["bf16"]).trained == ["bf16-s0"]
+    assert "ranks" not in store.load("cpu")[0].timings
+
+
+# What a user of torchrun runs, but for the tiny arm.
+BY_HAND = """
+import sys
+sys.path.insert(0, {tests!r})
+from tests.studies.test_runner_on_ranks import ALONE, CORPUS, arms
+from mxfp4.studies.store import Store
+from mxfp4.studies.runner import run_plan
+from mxfp4.training.execution.distributed import reports
+summary = run_plan(arms(ALONE, steps=200_000), Store({folder!r}), device="cpu", corpus=CORPUS, progress=False)
+if reports():
+    print(summary)
+"""
+
+
+def test_torchrun_trains_and_sigterm_leaves_a_checkpoint_that_one_process_takes_up(tmp_path):
+    here = Path(__file__)
+    script = tmp_path / "by_hand.py"
+    script.write_text(BY_HAND.format(tests=str(here.parents[2]), folder=str(tmp_path)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(here.parents[2]), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    store, deadline = Store(tmp_path), time.monotonic() + 100
+    while not store.begun() and process.poll() is None and time.monotonic() < deadline:  # until its lock is there
+        time.sleep(0.2)
+    time.sleep(3)
+    process.send_signal(signal.SIGTERM)
+    said, error = process.communicate(timeout=60)
+    assert "stopped with 1 paused and 0 not begun" in said, error
+    (begun,) = store.begun()
+    assert begun.step > 0 and begun.holder is None
+    (folder,) = (tmp_path / "checkpoints" / "cpu").iterdir()
+    assert all(path.is_dir() for path in checkpoint.entries(folder))  # as ranks write them
+    summary = run_plan(
+        arms(ALONE, steps=200_000), store, device="cpu", corpus=CORPUS, progress=False, max_minutes=2 / 60
+    )
+    assert summary.paused == ["mxfp4+sr-s0"] and store.begun()[0].step > begun.step
+    newest, before = checkpoint.entries(folder)
+    assert newest.suffix == ".pt" and before.is_dir()
+
+
+def test_too_few_parts_for_the_ranks_is_one_line(tmp_path):
+    summary = train(replace(TOGETHER, micro_batches=1), Store(tmp_path), recipes=["bf16"])
+    (reason,) = summary.failed.values()
+    assert reason == "micro_batches=1 must be a multiple of the 2 ranks: each takes whole parts of a batch"
+    with pytest.raises(StopIteration):
+        next((tmp_path / "records").glob("*/*"))
