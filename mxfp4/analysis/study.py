@@ -144,9 +144,10 @@ def same_setting(a: TrainConfig, b: TrainConfig) -> bool:
 
 def studies(records: Iterable[Record]) -> list[Study]:
     """The records sorted into studies, the largest budget of parameters times tokens first, then the most
-    records."""
+    records. Those of the registered study and of trials, which are evaluated in several forwards, are judged by
+    `registered_study` and are left out."""
     groups: dict[str, list[Record]] = {}
-    for record in records:
+    for record in (r for r in records if not r.config.eval_forwards):
         what = [setting(record.config), record.machine["device_type"], record.paths]
         groups.setdefault(json.dumps(what, sort_keys=True), []).append(record)
     # Of two records of an arm and seed the probed one counts: it comes last, and `arms` keeps the last.
