@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from mxfp4.studies.registry import Runs, load_study
 from mxfp4.studies.scales import GPU
-from mxfp4.training.config import ModelConfig, TrainConfig
+from mxfp4.training.config import TrainConfig
 
 CORPORA = {"A": "known-entropy", "B": "text"}
 SMALL = replace(GPU.model, dim=384, n_layers=6, n_heads=6, n_kv_heads=3, ffn_dim=1024)
@@ -23,6 +23,8 @@ WARMUP_TOKENS = 200 * 32_768
 COOLDOWN = 0.15
 """Share of a budget in which the rate falls to 0."""
 EVALUATIONS = 12
+EXPERTS = "experts"
+"""The part whose models are mixtures of eight experts."""
 DECAYED = "bf16-decay"
 """A part that has no runs of its own: branches of main's."""
 THIRDS = {"third": 1, "two_thirds": 2}
@@ -49,13 +51,15 @@ def study_arms(part: str) -> list[TrainConfig]:
     study = load_study()
     runs = study.runs[part]
     decayed = study.runs[DECAYED].arms if part == "main" else {}
-    found = [_config(runs, arm, seed, decayed) for arm, seeds in runs.arms.items() for seed in range(seeds)]
+    found = [_config(part, runs, arm, seed, decayed) for arm, seeds in runs.arms.items() for seed in range(seeds)]
     return sorted(found, key=lambda config: config.seed)
 
 
-def _config(runs: Runs, arm: str, seed: int, decayed: dict[str, int]) -> TrainConfig:
+def _config(part: str, runs: Runs, arm: str, seed: int, decayed: dict[str, int]) -> TrainConfig:
     """decayed: {arm: seeds that also make the last decay in BF16}."""
-    model = _model(runs)
+    model = MODELS[runs.weights]
+    if part == EXPERTS:  # of half the width, two a token: equal active weights
+        model = replace(model, n_experts=8, ffn_dim=model.ffn_dim // 2)
     batch = runs.tokens_a_step // SEQ_LEN
     steps = _steps(runs)
     matrix = "third" in runs.budgets and seed < 2
@@ -69,7 +73,7 @@ def _config(runs: Runs, arm: str, seed: int, decayed: dict[str, int]) -> TrainCo
         final_forwards=MATRIX if matrix else (), decay_recipes=("bf16",) if seed < decayed.get(arm, 0) else (),
         short_budgets=_short_budgets(runs, arm, steps),
         probe_steps=(end - 20, end - 19) if probed else (),
-        light_probe_steps=tuple(steps * k // 48 for k in (2, 4, 8, 16, 28, 44, 47)) if probed else (),
+        light_probe_steps=tuple(steps * k // 48 for k in (2, 8, 28, 44, 47)) if probed else (),
     )  # fmt: skip
 
 
@@ -83,8 +87,3 @@ def _short_budgets(runs: Runs, arm: str, steps: int) -> tuple[int, ...]:
     """Budgets that the run branches off for; two thirds for fp8 alone, whose loss there is a target."""
     names = [name for name in runs.budgets if name in THIRDS and (name == "third" or arm == "fp8")]
     return tuple(steps * THIRDS[name] // 3 for name in names)
-
-
-def _model(runs: Runs) -> ModelConfig:
-    """The model of a part; of the part with experts, 8 of half the width, 2 a token: equal active weights."""
-    return MODELS[runs.weights]
