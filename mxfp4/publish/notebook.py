@@ -2,7 +2,7 @@
 
 Sources are MyST Markdown (jupytext reads it, papermill does not: it gets a temporary .ipynb). The executed notebook
 appears, atomically, only when every cell passed; a half-run one goes to runs/failed/, from which nothing is read.
-What a run depends on is written into its metadata as a key: source text, parameters, the package's source and the
+What a run depends on is written into its metadata as a key: source text, parameters, the modules it imports and the
 records. The same key asked again is skipped. The kernel is started with this interpreter, from a kernel specification
 made for the run, so that no registered kernel, IPython profile or working directory of the user's has a say.
 """
@@ -26,6 +26,7 @@ import mxfp4
 from mxfp4.directories import bench_dir, pilot_dir, project_dir, runs_dir
 from mxfp4.errors import UserError
 from mxfp4.publish.clean_notebook import tidy
+from mxfp4.publish.code_fingerprint import code_fingerprint
 from mxfp4.publish.parameter_rules import check
 from mxfp4.publish.parameters import Parameter, bind, read_parameters
 from mxfp4.studies.scales import get_scale
@@ -165,16 +166,10 @@ def run_key(source: Source, values: Mapping[str, Any], scale: str) -> str:
         source.text,
         json.dumps(_plain(values), sort_keys=True),
         scale,
-        package_fingerprint(),
+        code_fingerprint("\n".join(c.source for c in source.node.cells if c.cell_type == "code")),
         records_fingerprint(),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def package_fingerprint() -> str:
-    """SHA-256 over the package's own source files, by name."""
-    root = Path(mxfp4.__file__).parent
-    return _hash_files(root, sorted(p for p in root.rglob("*") if p.suffix in (".py", ".c")))
 
 
 def records_fingerprint() -> str:

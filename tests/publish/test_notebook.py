@@ -78,7 +78,7 @@ def test_runs_skips_and_runs_again_when_something_changed(project, monkeypatch):
     assert run_key(source, values, "cpu") != key
     record.unlink()
     assert run_key(source, values, "cpu") == key
-    monkeypatch.setattr(notebook, "package_fingerprint", lambda: "another")
+    monkeypatch.setattr(notebook, "code_fingerprint", lambda code: "another")
     assert run_key(source, values, "cpu") != key
     monkeypatch.undo()
     assert run_key(source, {**values, "seed": 8}, "cpu") != key
