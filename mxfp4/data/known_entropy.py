@@ -11,9 +11,9 @@ with one hidden topic. Position by position it continues with
                   the context reaches depends on the last token (`orders`): that token alone, or with classes of the one
                   or two before it. With `background` a word of the topic: Zipf-Mandelbrot over words that it permutes
 
-Successors are hashed from the context, so nothing is stored. At V = 4,096 there are 1.4 k contexts of order 1, 0.13 M of
-order 2 and 1.7 M of order 3: the first are learned within millions of tokens, the last not within a billion, which
-gives the slow, even fall of the loss that text has. Topic and answers need the whole window.
+Successors are hashed from the context, so nothing is stored. At V = 4,096 there are about 1.4 k contexts of order 1,
+0.13 M of order 2 and 1.8 M of order 3, so that some are met often and others rarely. Topic and answers need the whole
+window.
 
 Only the topic is hidden. `judge` sums it out exactly (a forward filter); the probabilities it uses are those of the
 integer thresholds that `generate` compares with, to about 1e-9. All arithmetic that decides a token is on integers, so

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
@@ -71,14 +72,18 @@ def counts_text(found: Sequence[Verdict]) -> str:
 
 
 def claims_json(found: Sequence[Verdict]) -> list[dict]:
-    """The verdicts as plain data."""
+    """The verdicts as plain data; a number that is not finite is None, and `reason` says why."""
     registered = registrations()
     return [
         {
             "id": v.claim.id, "paper": v.claim.paper, "question": v.claim.question, "kind": v.claim.kind,
-            "claim": v.claim.claim, "verdict": v.verdict, "reason": v.reason, "value": v.estimate.value,
-            "low": v.estimate.low, "high": v.estimate.high, "p": v.p, "n": v.estimate.n,
+            "claim": v.claim.claim, "verdict": v.verdict, "reason": v.reason, "value": _number(v.estimate.value),
+            "low": _number(v.estimate.low), "high": _number(v.estimate.high), "p": _number(v.p), "n": v.estimate.n,
             "registered": registered[v.claim.id].registered, "changed": list(registered[v.claim.id].changed),
         }
         for v in found
     ]  # fmt: skip
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

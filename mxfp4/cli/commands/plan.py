@@ -49,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
         by_config = {a.config: a for a in status}
         for name in parts:
             arms = [by_config[a] for a in chosen_plan(args, name).arms if a in by_config]
-            print(f"{name:<12}  {_summary(arms, device)}")
+            if arms:  # the whole study leaves out what is run only when asked for
+                print(f"{name:<12}  {_summary(arms, device)}")
     counts = Counter("done" if a.done else "begun" if a.step else "missing" for a in status)
     tokens = sum((a.config.steps - a.step) * a.config.tokens_per_step for a in status if not a.done)
     done = f"{counts['done']} of {len(status)} arms done, {counts['begun']} begun"
