@@ -100,8 +100,8 @@ class Run:
         config, started = self.config, time.perf_counter()
         self.step += 1
         batch = self.corpus.batch(self.step - 1, config.batch_size, config.seq_len, config.seed)
-        if batch.device.type != self.device.type:
-            batch = batch.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else batch
+        if batch.device.type != self.device.type:  # a packed corpus lies on the host
+            batch = batch.pin_memory().to(self.device, non_blocking=True)
         if probe is not None and self.step in (*config.probe_steps, *config.light_probe_steps):
             look = probe if self.step in config.probe_steps else probe.light
             with torch.compiler.set_stance("force_eager"):  # it tries other recipes: nothing to compile for one look
