@@ -7,22 +7,22 @@ with one hidden topic. Position by position it continues with
     a definition  with probability `define`: one of slots^2 tokens, each of which says "slot i holds value v"
     a query       with probability `query`, once something is defined: the slot of the k-th last definition, k with
                   weight 1 / k. The next token is its answer: the value that the slot holds
-    a word        otherwise. With 1 - `background` one of eight successors of the context, j with weight 1 / j. How far
-                  the context reaches depends on the last token (`orders`): that token alone, or with classes of the one
-                  or two before it. With `background` a word of the topic: Zipf-Mandelbrot over words that it permutes
+    a word        otherwise. With 1 - `background` one of eight successors of the context, j with weight 1 / j. The
+                  context is the last token or, after a share `pairs` of the tokens, the last two. With `background` a
+                  word of the topic: Zipf-Mandelbrot over words that it permutes
 
-Successors are hashed from the context, so nothing is stored. At V = 4,096 there are about 1.4 k contexts of order 1,
-0.13 M of order 2 and 1.8 M of order 3, so that some are met often and others rarely. Topic and answers need the whole
-window.
+Successors are hashed from the context, so nothing is stored. At V = 4,096 there are 2.4 k contexts of one token and
+6.6 M of two, of which some are met often and most rarely. Topic and answers need the whole window.
 
 Only the topic is hidden. `judge` sums it out exactly (a forward filter); the probabilities it uses are those of the
 integer thresholds that `generate` compares with, to about 1e-9. All arithmetic that decides a token is on integers, so
 a CPU and a GPU make the same tokens. Random numbers are NumPy's Philox words of (law seed, stream, window): the same in
 every release of NumPy.
 
-An earlier design copied what had followed a cue, which takes two layers (an induction head, Olsson et al., arXiv
-2209.11895). When a run learns that is a matter of luck: it made BF16's seeds scatter by 0.06 nats at 195 M tokens
-(runs/pilot). An answer here takes one lookup.
+Two earlier designs had structure that a run finds early, late or never, by luck, so that BF16's seeds scattered by 0.06
+and 0.04 nats at 195 M tokens (runs/pilot): text copied after a cue, which takes an induction head (Olsson et al., arXiv
+2209.11895), and contexts made of hashed classes of tokens. Here an answer takes one lookup, and a context is the tokens
+themselves: many small facts, each learned on its own.
 Sources: Zipf-Mandelbrot word frequencies (Mandelbrot 1953); the forward algorithm of hidden Markov models (Rabiner 1989).
 """
 
@@ -64,8 +64,8 @@ class Law:
     """s in (rank + q)^-s."""
     zipf_shift: float = 2.7
     """q in (rank + q)^-s."""
-    orders: tuple[tuple[float, int, int], ...] = ((0.35, 1, 1), (0.35, 16, 1), (0.2, 128, 1), (0.1, 128, 32))
-    """(share of tokens, classes of the token before, classes of the one before that): what counts after such a token."""
+    pairs: float = 0.4
+    """Share of tokens after which the token before them counts too."""
     background: float = 0.1
     """Share of words that come from the topic."""
     topics: int = 16
@@ -80,7 +80,6 @@ class Law:
     def __post_init__(self) -> None:
         if self.vocab_size < LEAST_VOCABULARY:
             raise UserError(f"vocab_size={self.vocab_size} must be at least {LEAST_VOCABULARY} for this source")
-        object.__setattr__(self, "orders", tuple(tuple(order) for order in self.orders))
         if not self.slots:
             object.__setattr__(self, "slots", 16 if self.vocab_size >= 1024 else 4)
         if self.words < SUCCESSORS:
@@ -115,12 +114,7 @@ class Tables:
         self.define_below = round(law.define * _ONE)
         self.query_below = self.define_below + round(law.query * _ONE)
         tokens = torch.arange(law.vocab_size, dtype=torch.int64)
-        self.near, self.far = mix(tokens, law.seed, 1).to(device), mix(tokens, law.seed, 2).to(device)
-        share, near, far = (torch.tensor(column) for column in zip(*law.orders, strict=True))
-        order = torch.searchsorted((share.cumsum(0) / share.sum() * _ONE).long(), mix(tokens, law.seed, 3), right=True)
-        order = order.clamp(max=len(law.orders) - 1)
-        self.near_classes, self.far_classes = near[order].to(device), far[order].to(device)
-        self.most = int(near.max()), int(far.max())
+        self.pair = mix(tokens, law.seed, 3).to(device) < round(law.pairs * _ONE)
         units = [a for a in range(law.words // 7 + 1, law.words) if gcd(a, law.words) == 1]
         draws = mix(torch.arange(law.topics, dtype=torch.int64), law.seed, 4)
         self.topic_factor = torch.tensor([units[int(d) % len(units)] for d in draws], device=device)
@@ -140,10 +134,9 @@ class Tables:
         sums = np.cumsum(np.append(0.0, 1.0 / np.arange(1, LONGEST + 1)))
         return self._int(np.round(sums * (1 << 24)))
 
-    def contexts(self, x1: Tensor, x2: Tensor, x3: Tensor) -> Tensor:
-        """A number for the context that the last three tokens make (x1 is the last)."""
-        near, far = self.near[x2] % self.near_classes[x1], self.far[x3] % self.far_classes[x1]
-        return (x1 * self.most[0] + near) * self.most[1] + far
+    def contexts(self, x1: Tensor, x2: Tensor) -> Tensor:
+        """A number for the context that the last two tokens make (x1 is the last)."""
+        return x1 + torch.where(self.pair[x1], (x2 + 1) * self.law.vocab_size, 0)
 
     def word(self, u: Tensor) -> Tensor:
         """The word at place u in [0, 2^32) of the Zipf distribution."""
@@ -270,9 +263,9 @@ def _from_draws(law: Law, numbers: Tensor, topic: Tensor) -> Tensor:
     none = torch.zeros_like(topic)
     for t in range(length):
         component, pick, word, kind, choice = numbers[t]
-        x1, x2, x3 = (x[:, t - back] if t >= back else none for back in (1, 2, 3))
+        x1, x2 = (x[:, t - back] if t >= back else none for back in (1, 2))
         j = torch.searchsorted(tables.successors_below, pick, right=True)
-        follower = tables.successor(tables.contexts(x1, x2, x3), j)
+        follower = tables.successor(tables.contexts(x1, x2), j)
         token = torch.where(component < tables.background_below, tables.topic_word(tables.word(word), topic), follower)
         back = torch.searchsorted(sums, (choice * sums[slots.count]) >> 32, right=True)  # 1 to count
         slot = slots.defined.gather(1, (slots.count - back).clamp(min=0)[:, None]).squeeze(1)
@@ -312,8 +305,8 @@ def judge(law: Law, windows: Tensor) -> Judged:
     each = torch.arange(SUCCESSORS, device=x.device)
     for t in range(length):
         token = x[:, t]
-        x1, x2, x3 = (x[:, t - back] if t >= back else none for back in (1, 2, 3))
-        follow = tables.successor(tables.contexts(x1, x2, x3)[:, None], each)
+        x1, x2 = (x[:, t - back] if t >= back else none for back in (1, 2))
+        follow = tables.successor(tables.contexts(x1, x2)[:, None], each)
         chain = ((follow == token[:, None]) * weights).sum(1)
         in_topic = belief * ((1 - share) * chain[:, None] + share * zipf[:, token].T)  # [n, topics]
         is_word = token >= law.first_word

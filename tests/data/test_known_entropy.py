@@ -9,7 +9,7 @@ from mxfp4.data.known_entropy import LONGEST, KnownEntropy, Law, Tables, generat
 from mxfp4.errors import UserError
 
 CPU = torch.device("cpu")
-TOY = Law(vocab_size=48, orders=((0.4, 1, 1), (0.4, 4, 1), (0.2, 4, 3)), topics=4, define=0.1, query=0.15)
+TOY = Law(vocab_size=48, pairs=0.4, topics=4, define=0.1, query=0.15)
 
 
 def next_token_probs(law: Law, windows: torch.Tensor, t: int) -> torch.Tensor:
