@@ -1,17 +1,18 @@
 """MXFP4 quantization for training: formats, Hadamard rotations, GEMMs, layers and recipes.
 
-    import mxfp4
-    q = mxfp4.quantize(x, hadamard=mxfp4.Hadamard(16))     # x: [M, K], blocks of 32 along K
-    y = mxfp4.matmul(q, mxfp4.quantize(w, hadamard=mxfp4.Hadamard(16)))
-    model = mxfp4.convert(model, "mxfp4+h16")              # train with it
-    frame = mxfp4.records("gpu")                           # what the recorded runs were evaluated at
+import mxfp4
+q = mxfp4.quantize(x, hadamard=mxfp4.Hadamard(16))     # x: [M, K], blocks of 32 along K
+y = mxfp4.matmul(q, mxfp4.quantize(w, hadamard=mxfp4.Hadamard(16)))
+model = mxfp4.convert(model, "mxfp4+h16")              # train with it
+frame = mxfp4.records("gpu")                           # what the recorded runs were evaluated at
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mxfp4.layers.linear import MXFP4Linear, convert, set_step
+from mxfp4.layers.convert import convert
+from mxfp4.layers.linear import MXFP4Linear, set_step
 from mxfp4.layers.recipe import RECIPES, Gemm, Operand, Recipe, recipe
 from mxfp4.numerics.hadamard import Hadamard, hadamard_transform
 from mxfp4.numerics.ops.matmul import matmul

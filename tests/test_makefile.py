@@ -30,7 +30,26 @@ esac
 """
 
 
-COMMANDS = "awk cat cksum cp echo env expr grep head mkdir mv nproc printf rm sed sh tail tr".split()
+COMMANDS = [
+    "awk",
+    "cat",
+    "cksum",
+    "cp",
+    "echo",
+    "env",
+    "expr",
+    "grep",
+    "head",
+    "mkdir",
+    "mv",
+    "nproc",
+    "printf",
+    "rm",
+    "sed",
+    "sh",
+    "tail",
+    "tr",
+]
 
 
 class Project:
@@ -38,7 +57,13 @@ class Project:
 
     def __init__(self, folder: Path):
         self.folder, self.log, self.rocm, self.tools = folder, folder / "log", folder / "rocm", folder / "tools"
-        for name in ("Makefile", "pyproject.toml", "constraints.txt", "requirements-data.txt", "requirements-interpreter.txt"):
+        for name in (
+            "Makefile",
+            "pyproject.toml",
+            "constraints.txt",
+            "requirements-data.txt",
+            "requirements-interpreter.txt",
+        ):
             shutil.copy(ROOT / name, folder)
         self.tools.mkdir()
         for name in COMMANDS:  # and no more: a machine may have ROCm's on its path
@@ -110,7 +135,10 @@ def test_on_rocm_its_pytorch_comes_first_and_alone(project, found, version):
 
 
 def test_rocm_is_known_by_its_tools_as_well(project):
-    project.tool("amd-smi", "#!/bin/sh\necho 'AMDSMI Tool: 26.0.2 | AMDSMI Library version: 26.0.2 | ROCm version: 7.1.0 | amdgpu'\n")
+    project.tool(
+        "amd-smi",
+        "#!/bin/sh\necho 'AMDSMI Tool: 26.0.2 | AMDSMI Library version: 26.0.2 | ROCm version: 7.1.0 | amdgpu'\n",
+    )
     project.make("env")
     assert project.installs[0] == index("7.1")
     (project.tools / "amd-smi").unlink()
@@ -163,8 +191,11 @@ def conda(project, checkout: Path) -> Path:
     """A conda environment that has mxfp4 from `checkout`."""
     prefix = project.folder / "conda"
     (prefix / "bin").mkdir(parents=True)
-    real = "#!/bin/sh\nprintf '%s\\n' \"$*\" >> \"$LOG\"\n"
-    real += 'case "$*" in *find_spec*) shift 2; exec ' + f'{sys.executable} -c "import sys; sys.path.insert(0, \'{checkout}\')\n$1" "$2" ;;\n'
+    real = '#!/bin/sh\nprintf \'%s\\n\' "$*" >> "$LOG"\n'
+    real += (
+        'case "$*" in *find_spec*) shift 2; exec '
+        + f'{sys.executable} -c "import sys; sys.path.insert(0, \'{checkout}\')\n$1" "$2" ;;\n'
+    )
     real += " *torch.version.hip*) exit ${NOT_ROCM:-0} ;; esac\n"
     (prefix / "bin" / "python").write_text(real)
     (prefix / "bin" / "python").chmod(0o755)
@@ -185,7 +216,9 @@ def test_a_conda_environment_of_another_checkout_does_not(project):
     (project.folder / "mxfp4").mkdir()
     (project.folder / "mxfp4" / "__init__.py").write_text("")
     done = project.make("env", CONDA_PREFIX=str(prefix))
-    assert done.stdout.startswith("environment: the active conda environment has no mxfp4 of this folder, so .venv it is")
+    assert done.stdout.startswith(
+        "environment: the active conda environment has no mxfp4 of this folder, so .venv it is"
+    )
     assert project.installs == [REST]
 
 

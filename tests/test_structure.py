@@ -7,10 +7,8 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
-MAX_LINES = 450
+MAX_LINES = 480
 SOURCES = sorted((ROOT / "mxfp4").rglob("*.py"))
 
 

@@ -41,7 +41,8 @@ from torchtitan.protocols.sharding import LocalMapConfig
 from torchtitan.trainer import Trainer
 
 from mxfp4.errors import UserError
-from mxfp4.layers.linear import DEFAULT_SKIP, MXFP4Linear, _QuantizedLinear, set_step
+from mxfp4.layers.convert import DEFAULT_SKIP
+from mxfp4.layers.linear import MXFP4Linear, _QuantizedLinear, set_step
 from mxfp4.layers.quest import _Projection
 from mxfp4.layers.recipe import Recipe, layer_index, recipe
 
@@ -190,7 +191,9 @@ def _unfused(param_init: dict[str, Callable] | None) -> dict[str, Callable] | No
     for name, init in param_init.items():
         cells = dict(zip(init.__code__.co_freevars, init.__closure__ or (), strict=True))
         if "base_init" not in cells:
-            raise UserError(f"cannot take TorchTitan's fused wqkv apart: its initializer of {name!r} is not the known one")
+            raise UserError(
+                f"cannot take TorchTitan's fused wqkv apart: its initializer of {name!r} is not the known one"
+            )
         found[name] = cells["base_init"].cell_contents
     return found
 

@@ -294,7 +294,9 @@ def _judge(claim: Claim, study: Study) -> Verdict:
         return Verdict(claim, "not tested at this scale", f"one of {effect.over}: no interval", effect, study)
     verdict = decide(claim, effect)
     if claim.posthoc:
-        return Verdict(claim, POSTHOC.get(verdict, verdict), f"suggested when {rule_text(claim, effect)}", effect, study)
+        return Verdict(
+            claim, POSTHOC.get(verdict, verdict), f"suggested when {rule_text(claim, effect)}", effect, study
+        )
     return Verdict(claim, verdict, f"holds when {rule_text(claim, effect)}", effect, study)
 
 

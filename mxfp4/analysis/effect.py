@@ -45,9 +45,7 @@ class NoProbe(NoEffect):
 def final_losses(study: Study, arm: str) -> dict[int, float]:
     """{seed: last evaluation}, infinite where the arm diverged."""
     gone = study.diverged(arm)
-    return {
-        s: math.inf if s in gone else c["eval_loss"].dropna().iloc[-1] for s, c in study.curves(arm).items()
-    }
+    return {s: math.inf if s in gone else c["eval_loss"].dropna().iloc[-1] for s, c in study.curves(arm).items()}
 
 
 def last_losses(study: Study, arms: Iterable[str]) -> dict[str, dict[int, float]]:
@@ -58,7 +56,9 @@ def last_losses(study: Study, arms: Iterable[str]) -> dict[str, dict[int, float]
         return {arm: final_losses(study, arm) for arm in arms}
     found: dict[str, dict[int, float]] = {arm: {} for arm in arms}
     for seed in set.intersection(*(set(study.curves(arm)) for arm in arms)):
-        losses = {arm: study.curves(arm)[seed].dropna(subset="eval_loss").set_index("tokens")["eval_loss"] for arm in arms}
+        losses = {
+            arm: study.curves(arm)[seed].dropna(subset="eval_loss").set_index("tokens")["eval_loss"] for arm in arms
+        }
         whole = [arm for arm in arms if seed not in study.diverged(arm)]
         end = min((losses[arm].index[-1] for arm in whole), default=None)
         for arm in arms if whole else ():

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mxfp4.analysis import bootstrap, published, token_efficiency
-from mxfp4.errors import UserError
 from mxfp4.analysis.effect import (
     SEEDS_AND_WINDOWS,
     Effect,
@@ -34,6 +33,7 @@ from mxfp4.analysis.probe_metrics import predicts_loss, probe, probe_difference
 from mxfp4.analysis.roughness import roughness
 from mxfp4.analysis.study import Study
 from mxfp4.analysis.training_loss import training_loss_difference
+from mxfp4.errors import UserError
 from mxfp4.studies.store import Record
 
 ARM_ARGUMENTS = ("arm", "against", "reference", "arms", "probed", "probed_against")
@@ -87,9 +87,7 @@ def _overheads(study: Study, arm: str, reference: str, target: float) -> dict[in
         tokens = study.tokens if reached is None else reached
         found[seed] = _Overhead(tokens / base - 1, reached is None)
     if not found:
-        raise NoEffect(
-            f"{reference} does not reach the target of {target:.3f} nats a token in a seed that {arm} has"
-        )
+        raise NoEffect(f"{reference} does not reach the target of {target:.3f} nats a token in a seed that {arm} has")
     return found
 
 
@@ -141,15 +139,16 @@ def _noisy(
     noise = bootstrap.run_noise(bootstrap.crossing_table(study, target, seeds), list(overheads))
     if noise is None:
         return None
-    (ours, theirs), (n, m) = overheads.values(), np.clip(noise, -300, 300)  # what the tails of few seeds have no float for
+    (ours, theirs), (n, m) = (
+        overheads.values(),
+        np.clip(noise, -300, 300),
+    )  # what the tails of few seeds have no float for
     if list(overheads)[1] == reference:
         return (1 + ours) / (1 + theirs) * np.exp(n - m) - 1
     return (1 + ours) * np.exp(n) - (1 + theirs) * np.exp(m)
 
 
-def overhead_difference(
-    study: Study, *, arm: str, against: str, reference: str = "fp8", at: float = AT
-) -> Effect:
+def overhead_difference(study: Study, *, arm: str, against: str, reference: str = "fp8", at: float = AT) -> Effect:
     """Overhead of `arm` less that of `against`, each to the loss that the reference has at the share `at` of its budget,
     paired by seed: 0.1 is ten percent points more tokens."""
     target = target_loss(study, reference, at)

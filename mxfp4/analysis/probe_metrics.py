@@ -44,9 +44,7 @@ def probe_difference(
     return _over_layers((a - b).dropna(), metric, tensor, "share")
 
 
-def _by_layer(
-    study: Study, metric: str, arm: str, gemm: str, tensor: str, recipe: str | None
-) -> pd.DataFrame:
+def _by_layer(study: Study, metric: str, arm: str, gemm: str, tensor: str, recipe: str | None) -> pd.DataFrame:
     """(seed, layer) x step of one probe metric, layers only."""
     rows = study.probes
     recipe = recipe or arm

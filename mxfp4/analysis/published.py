@@ -89,9 +89,7 @@ FIGURES: dict[str, Figure] = {
         )
         for name, _, _, low, high in _TABLE1
     },
-    "table1/order": Figure(
-        "Fprop = H16 < Fprop + Dgrad < all three < SR, random H (never)", "P1, Table 1", "P1"
-    ),
+    "table1/order": Figure("Fprop = H16 < Fprop + Dgrad < all three < SR, random H (never)", "P1, Table 1", "P1"),
     "table1/wgrad": Figure("26-27 % with Wgrad, 10-11 % without", "P1, Table 1", "P1", 0.15, 0.17),
     "h1": Figure("Wgrad is the sensitive GEMM", "P1, hypothesis H1", "P1"),
     "h2": Figure("randomness adds noise and does not help", "P1, hypothesis H2", "P1"),
@@ -113,17 +111,13 @@ FIGURES: dict[str, Figure] = {
     "press/explanation": Figure(
         "random methods change the error pattern at every step, a fixed rotation keeps it", PRESS, "press"
     ),
-    "p2/diagnosis": Figure(
-        "a transpose changes a value's scale with 1D blocks, not with 2D", "P2, abstract", "P2"
-    ),
+    "p2/diagnosis": Figure("a transpose changes a value's scale with 1D blocks, not with 2D", "P2, abstract", "P2"),
     "p2/perplexity": Figure("less than 1.3 % worse than BF16", "P2, abstract", "P2", -math.inf, 0.013),
     "p2/2d": Figure("2D blocks are part of the remedy", "P2, abstract", "P2"),
     "p2/rceil": Figure("truncation-free scaling is part of the remedy", "P2, abstract", "P2"),
     "p2/sr": Figure("stochastic rounding keeps gradients unbiased", "P2, abstract", "P2"),
     "p2/qk8": Figure("query and key projections in MXFP8 are part of the remedy", "P2, abstract", "P2"),
-    "reconciliation": Figure(
-        "stochastic rounding fails with a scale rule that clips, not without", "ours", "inferred"
-    ),
+    "reconciliation": Figure("stochastic rounding fails with a scale rule that clips, not without", "ours", "inferred"),
     "clipping-bias": Figure(
         "biased low at the block maximum with a rule that clips", "ours, from the formats", "inferred"
     ),
@@ -136,9 +130,7 @@ FIGURES: dict[str, Figure] = {
     "tail15": Figure("-0.006 nats", "Lumen repository notes, 8B", "code", -0.006, -0.006),
     "quartet": Figure("QuEST forward, stochastic backward", "Quartet, arXiv 2505.14669", "code"),
     "log/step-speed": Figure("1.19x", "MLPerf v5.1 and v6.0 logs", "log", 1.19, 1.19),
-    "log/overhead": Figure(
-        "4.1 % more samples, 4.9 % interpolated", "MLPerf v5.1 and v6.0 logs", "log", 0.041, 0.049
-    ),
+    "log/overhead": Figure("4.1 % more samples, 4.9 % interpolated", "MLPerf v5.1 and v6.0 logs", "log", 0.041, 0.049),
     "log/end-to-end": Figure("1.14x end to end", "MLPerf v5.1 and v6.0 logs", "log", 1.14, 1.14),
     "lumen/wgrad-only": Figure(
         "rotating only Wgrad was 0.004 nats better", "Lumen repository notes, 8B", "code", -0.004, -0.004

@@ -32,6 +32,7 @@ def mean_curve(curves: Iterable[pd.DataFrame]) -> pd.DataFrame | None:
 
     Returns:
         tokens, eval_loss at the evaluations that all runs have; None without a run or a common evaluation.
+
     """
     columns = [c.dropna(subset="eval_loss").set_index("tokens")["eval_loss"] for c in curves]
     if not columns:
@@ -47,6 +48,7 @@ def is_stalled(curve: pd.DataFrame, reference: pd.DataFrame | None, budget: floa
         curve: tokens and eval_loss of the run.
         reference: `mean_curve` of BF16. Without one no run is called stalled.
         budget: Tokens of a whole run.
+
     """
     points = curve.dropna(subset="eval_loss").sort_values("tokens")
     if reference is None or points.empty or points["tokens"].iloc[-1] < budget * (1 - 1e-9):

@@ -18,7 +18,16 @@ from mxfp4.studies.store import Record
 from mxfp4.text import count
 from mxfp4.training.config import TrainConfig
 
-ARM_FIELDS = ("recipe", "seed", "probe_steps", "light_probe_steps", "target_loss", "short_budgets", "decay_recipes", "final_forwards")
+ARM_FIELDS = (
+    "recipe",
+    "seed",
+    "probe_steps",
+    "light_probe_steps",
+    "target_loss",
+    "short_budgets",
+    "decay_recipes",
+    "final_forwards",
+)
 """Fields of TrainConfig in which the records of a study may differ: none of them changes the data or the
 model."""
 
@@ -81,9 +90,7 @@ class Study:
 
     def diverged(self, arm: str) -> tuple[int, ...]:
         """Seeds in which the arm diverged."""
-        return tuple(
-            s for s, r in sorted(self.arms.get(arm, {}).items()) if r.outcome["status"] == "diverged"
-        )
+        return tuple(s for s, r in sorted(self.arms.get(arm, {}).items()) if r.outcome["status"] == "diverged")
 
     @cached_property
     def _reference_curve(self) -> pd.DataFrame | None:
@@ -151,7 +158,5 @@ def studies(records: Iterable[Record]) -> list[Study]:
         what = [setting(record.config), record.machine["device_type"], record.paths]
         groups.setdefault(json.dumps(what, sort_keys=True), []).append(record)
     # Of two records of an arm and seed the probed one counts: it comes last, and `arms` keeps the last.
-    found = [
-        Study(tuple(sorted(g, key=lambda r: (len(r.config.probe_steps), r.run_id)))) for g in groups.values()
-    ]
+    found = [Study(tuple(sorted(g, key=lambda r: (len(r.config.probe_steps), r.run_id)))) for g in groups.values()]
     return sorted(found, key=lambda s: (-s.parameters * s.tokens, -len(s.records), s.describe()))

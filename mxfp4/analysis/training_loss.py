@@ -26,6 +26,7 @@ def last_training_losses(study: Study, arm: str) -> dict[int, float]:
 
     Raises:
         NoEffect: The runs stop at a target loss, each at another step: they have no last batches in common.
+
     """
     if study.config.stop_at_target:
         raise NoEffect("runs that stop at a target loss have no last batches in common")

@@ -59,7 +59,9 @@ def rows(rivals: bool = True) -> Iterator[dict]:
     seed = torch.tensor(5, device=DEVICE)
 
     def measured(
-        call: Callable[[], list[Tensor]], correct: Callable[[list[Tensor]], bool | None], inputs: tuple[Tensor, ...] = (x,)
+        call: Callable[[], list[Tensor]],
+        correct: Callable[[list[Tensor]], bool | None],
+        inputs: tuple[Tensor, ...] = (x,),
     ) -> dict:
         outputs = call()
         right, moved = correct(outputs), nbytes(*inputs, *outputs)

@@ -97,7 +97,7 @@ def cpu_seconds(call: Callable, repeat: int = 7, limit: float = 8.0) -> tuple[fl
 
 
 def torchao_to_mx() -> Callable:
-    """torchao's quantizer, x -> (scale, codes) in E2M1 with the floor rule. ImportError where there is no torchao."""
+    """Torchao's quantizer, x -> (scale, codes) in E2M1 with the floor rule. ImportError where there is no torchao."""
     from torchao.prototype.mx_formats.mx_tensor import to_mx
 
     return lambda x: to_mx(x, torch.float4_e2m1fn_x2, 32)

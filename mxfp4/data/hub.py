@@ -21,8 +21,7 @@ THROTTLED = (
 def offline() -> bool:
     """Whether the user has told the hub libraries to stay offline."""
     return any(
-        os.environ.get(v, "").upper() in ("1", "ON", "YES", "TRUE")
-        for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+        os.environ.get(v, "").upper() in ("1", "ON", "YES", "TRUE") for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
     )
 
 

@@ -83,7 +83,9 @@ class Law:
         if not self.slots:
             object.__setattr__(self, "slots", 16 if self.vocab_size >= 1024 else 4)
         if self.words < SUCCESSORS:
-            raise UserError(f"slots={self.slots} leaves {self.words} of vocab_size={self.vocab_size} for words: {SUCCESSORS} are needed")
+            raise UserError(
+                f"slots={self.slots} leaves {self.words} of vocab_size={self.vocab_size} for words: {SUCCESSORS} are needed"
+            )
 
     @property
     def first_query(self) -> int:
@@ -183,7 +185,9 @@ def _tables(law: Law, device: str) -> Tables:
     return Tables(law, torch.device(device))
 
 
-def draws(law_seed: int, stream: int, first: int, windows: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def draws(
+    law_seed: int, stream: int, first: int, windows: int, length: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """(int64 [length, _DRAWS, windows] of 32-bit numbers, int64 [windows] for the topic), of windows `first` on."""
     words = -(-(length * _DRAWS + 1) // 8) * 4  # 64-bit, a multiple of the four that one call of Philox gives
     key = np.array([law_seed % 2**64, stream % 2**64], dtype=np.uint64)

@@ -70,9 +70,7 @@ class PackedCorpus:
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{self.folder / META} is damaged ({error}): run `mxfp4 prepare`") from None
         if fmt != FORMAT:
-            raise UserError(
-                f"{self.folder} has packing format {fmt}, {FORMAT} is needed: run `mxfp4 prepare`"
-            )
+            raise UserError(f"{self.folder} has packing format {fmt}, {FORMAT} is needed: run `mxfp4 prepare`")
         for split in SPLITS:
             path = self.path(split)
             size, right = (
@@ -126,9 +124,7 @@ class PackedCorpus:
             raise UserError(f"seq_len={seq_len} must be at least 1")
         n = (self.n_tokens(split) - 1) // seq_len
         if n < 1:
-            raise UserError(
-                f"seq_len={seq_len}: the {split} part of {self.name!r} has {self.n_tokens(split)} tokens"
-            )
+            raise UserError(f"seq_len={seq_len}: the {split} part of {self.name!r} has {self.n_tokens(split)} tokens")
         return n
 
     def windows(self, split: str, indices: np.ndarray, seq_len: int) -> LongTensor:
@@ -152,9 +148,7 @@ class PackedCorpus:
             raise UserError(f"step={step} must be at least 0 and batch_size={batch_size} at least 1")
         n = self.n_windows("train", seq_len)
         position = step * batch_size + np.arange(batch_size, dtype=np.int64)
-        indices = [
-            permutation(n, seed, int(e))[int(p)] for e, p in zip(position // n, position % n, strict=True)
-        ]
+        indices = [permutation(n, seed, int(e))[int(p)] for e, p in zip(position // n, position % n, strict=True)]
         return self.windows("train", np.array(indices), seq_len)
 
     def eval_windows(self, n: int | None, seq_len: int) -> LongTensor:

@@ -40,9 +40,7 @@ from mxfp4.errors import UserError
 JOURNAL = "journal.json"
 BATCH = 512  # documents encoded at a time
 SAID_AFTER = 10.0  # seconds: a part that took longer is said when it is packed, on terminals and in logs
-TOKENIZER_BYTES = (
-    200_000_000  # training text that a tokenizer sees at most: enough for 16k merges, bounded on C4
-)
+TOKENIZER_BYTES = 200_000_000  # training text that a tokenizer sees at most: enough for 16k merges, bounded on C4
 
 
 def folder_for(
@@ -128,7 +126,9 @@ def _whole(folder: Path, tokenizer: TextTokenizer | None) -> PackedCorpus | None
         tqdm.write(f"packing again: {str(error).removesuffix(': run `mxfp4 prepare`')}", file=sys.stderr)
         return None
     if tokenizer is not None and tokenizer.sha256() != packed.meta["tokenizer"]["sha256"]:
-        raise UserError(f"{folder} was packed with another tokenizer than the one named: --rebuild packs it with this one")
+        raise UserError(
+            f"{folder} was packed with another tokenizer than the one named: --rebuild packs it with this one"
+        )
     return packed
 
 
@@ -296,9 +296,7 @@ def _pack_part(
     }
 
 
-def _finish(
-    corpus: Corpus, vocab_size: int, tok: TextTokenizer, dtype: np.dtype, done: list[dict], work: Path
-) -> None:
+def _finish(corpus: Corpus, vocab_size: int, tok: TextTokenizer, dtype: np.dtype, done: list[dict], work: Path) -> None:
     splits = {}
     for split in SPLITS:
         total: Counter = Counter(documents=0, tokens=0, bytes=0)

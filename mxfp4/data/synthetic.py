@@ -181,9 +181,7 @@ class SyntheticCorpus:
 
     def __post_init__(self) -> None:
         if self.vocab_size < 2 * SUCCESSORS:
-            raise UserError(
-                f"vocab_size={self.vocab_size} must be at least {2 * SUCCESSORS} for the synthetic source"
-            )
+            raise UserError(f"vocab_size={self.vocab_size} must be at least {2 * SUCCESSORS} for the synthetic source")
 
     @property
     def meta(self) -> dict:
@@ -221,9 +219,7 @@ class SyntheticCorpus:
         while n > 0:
             index, offset = divmod(start, size)
             take = min(n, size - offset)
-            pieces.append(
-                _chunk(self.vocab_size, self.law_seed, stream, index, size, seq_len)[offset : offset + take]
-            )
+            pieces.append(_chunk(self.vocab_size, self.law_seed, stream, index, size, seq_len)[offset : offset + take])
             start, n = start + take, n - take
         return torch.from_numpy(np.concatenate(pieces))
 

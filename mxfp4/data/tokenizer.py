@@ -155,9 +155,7 @@ def _refusal(status: int | None, why: str) -> str:
 def checked_llama(tokenizer: TextTokenizer) -> TextTokenizer:
     """`tokenizer`; UserError where it has not as many ids as Llama 3.1's."""
     if tokenizer.size != LLAMA_VOCAB:
-        raise UserError(
-            f"this is not Llama 3.1's tokenizer: it has {tokenizer.size} ids, {LLAMA_VOCAB} are needed"
-        )
+        raise UserError(f"this is not Llama 3.1's tokenizer: it has {tokenizer.size} ids, {LLAMA_VOCAB} are needed")
     return tokenizer
 
 

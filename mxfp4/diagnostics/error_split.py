@@ -62,6 +62,7 @@ def split(q: Tensor, t: Tensor, op: Operand) -> dict[str, Tensor]:
         q: FP32 [R, K], the quantized operand, contracted axis last.
         t: FP32 [R, K], the same before quantization, rotated as `op` says. Finite, magnitudes below 2^125.
         op: format, block shape and rounding; `has_split(op)` must hold.
+
     """
     return split_all([(q, t, op)])[0]
 

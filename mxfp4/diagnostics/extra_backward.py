@@ -99,9 +99,7 @@ def gradients(
     return found
 
 
-def product_of_halves(
-    model: nn.Module, batch: Tensor, step: int, whole: dict[str, Tensor]
-) -> dict[str, Tensor]:
+def product_of_halves(model: nn.Module, batch: Tensor, step: int, whole: dict[str, Tensor]) -> dict[str, Tensor]:
     """{parameter: inner product, 0-d, of its BF16 gradients on the first and the second half of `batch`}.
 
     Its expectation over batches is the squared norm of the mean gradient, because the halves are independent. `whole`

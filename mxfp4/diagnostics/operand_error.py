@@ -32,13 +32,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mxfp4.diagnostics.error_split import has_split, split, split_all
+from mxfp4.layers.gemms import (  # fmt: skip
+    AXES,
+    ROTATION,
+    STREAMS,
+    both_operands,
+    product,
+    quantized_operand,
+    token_multiple,
+)
+from mxfp4.layers.recipe import GEMMS, TENSORS, Operand, Recipe
 from mxfp4.numerics.formats import BLOCK, e8m0_value, elem_format
 from mxfp4.numerics.ops import block_quantize as ops
 from mxfp4.numerics.ops.rotate import rotated
 from mxfp4.numerics.reference import block_amax, spread
 from mxfp4.numerics.scale_rules import scale_byte
-from mxfp4.layers.gemms import AXES, ROTATION, STREAMS, both_operands, product, quantized_operand, token_multiple  # fmt: skip
-from mxfp4.layers.recipe import GEMMS, TENSORS, Operand, Recipe
 
 Rows = dict[tuple[str, str, str], Tensor]
 PRODUCTS = {"fprop": "y", "dgrad": "dx", "wgrad": "dw"}

@@ -279,7 +279,9 @@ class _Look:
         key = name, fqn, gemm, tensor
         self.seen.errors[key] = error
         if before is not None and key in before.errors:
-            self._add(name, fqn, {(gemm, tensor, "pattern_next"): operand_error.pattern_cosine(before.errors[key], error)})
+            self._add(
+                name, fqn, {(gemm, tensor, "pattern_next"): operand_error.pattern_cosine(before.errors[key], error)}
+            )
 
     def _add(self, name: str, fqn: str, rows: Rows) -> None:
         self.found |= {(name, fqn, *key): value for key, value in rows.items()}
@@ -324,7 +326,9 @@ def _chosen(model: nn.Module, blocks: int, kinds: tuple[str, ...]) -> dict[str, 
     found = {
         fqn: m
         for fqn, m in layers.items()
-        if layer_index(fqn) in kept and fqn.rpartition(".")[2] in kinds and (".experts." not in fqn or ".experts.0." in fqn)
+        if layer_index(fqn) in kept
+        and fqn.rpartition(".")[2] in kinds
+        and (".experts." not in fqn or ".experts.0." in fqn)
     }
     return found or layers
 

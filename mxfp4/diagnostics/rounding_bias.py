@@ -53,7 +53,5 @@ def bias_summary(frame: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for rule, part in frame.groupby("rule", sort=False):
         biased = part["bias"].abs() > 4 * part["error"].clip(lower=1e-9)
-        rows.append(
-            {"rule": rule, "mean": part["bias"].mean(), "worst": part["bias"].min(), "share": biased.mean()}
-        )
+        rows.append({"rule": rule, "mean": part["bias"].mean(), "worst": part["bias"].min(), "share": biased.mean()})
     return pd.DataFrame(rows)

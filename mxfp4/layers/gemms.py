@@ -63,7 +63,9 @@ def how(op: Operand, stream: int) -> dict:
     }
 
 
-def quantized_operand(t: Tensor, op: Operand, axis: int, seed: Tensor | None, stream: int) -> tuple[Tensor, Tensor | None]:
+def quantized_operand(
+    t: Tensor, op: Operand, axis: int, seed: Tensor | None, stream: int
+) -> tuple[Tensor, Tensor | None]:
     """What a GEMM that contracts `axis` (-1 or 0) sees of the 2-D tensor `t`.
 
     Returns (values with the contraction axis last, in the dtype that carries them; a factor for the product or None).
@@ -77,7 +79,9 @@ def quantized_operand(t: Tensor, op: Operand, axis: int, seed: Tensor | None, st
         # The floor rule's scale of t puts 3/4 t in [3, 6) of it: that is rceil's scale of 3/4 t, but for a block whose
         # maximum is a power of two, where rceil takes the half of it, and does not clip either.
         scaled = replace(op, scale_rule="rceil", prescaled=False)
-        return quantized_operand(t.float() * 0.75, scaled, axis, seed, stream)[0], torch.full((), 4 / 3, device=t.device)
+        return quantized_operand(t.float() * 0.75, scaled, axis, seed, stream)[0], torch.full(
+            (), 4 / 3, device=t.device
+        )
     if op.is_mx:
         free = op.transposable
         value = fake_quantize(t, axis=-1 if free else axis, seed=seed, dtype=carrier, **how(op, stream))
@@ -106,7 +110,9 @@ def _fp8_per_tensor(t: Tensor, op: Operand, seed, stream: int, carrier: torch.dt
     return round_stochastic(t.float() * scale, elem_format(op.elem), noise).to(carrier), 1.0 / scale
 
 
-def operand(t: Tensor, which: str, name: str, layer_recipe: Recipe, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def operand(
+    t: Tensor, which: str, name: str, layer_recipe: Recipe, seed: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """What GEMM `which` sees of tensor `name` (x, w or g), given as the 2-D `t`: see `quantized_operand`."""
     op = layer_recipe.operands()[which, name]
     return quantized_operand(t, op, AXES[which, name], seed, stream_of(which, name, layer_recipe))
@@ -194,7 +200,9 @@ def size_problem(in_features: int, out_features: int, layer_recipe: Recipe) -> s
         if size < 1:
             return f"{side}={size} must be 1 or more"
     if layer_recipe.quest and in_features % BLOCK:
-        return f"in_features={in_features} is not a multiple of {BLOCK}, which recipe {layer_recipe.name!r} needs in fprop"
+        return (
+            f"in_features={in_features} is not a multiple of {BLOCK}, which recipe {layer_recipe.name!r} needs in fprop"
+        )
     for (gemm_name, name), op in layer_recipe.operands().items():
         for axis in _axes_cut(gemm_name, name, op):
             side = SIDES[name][axis]

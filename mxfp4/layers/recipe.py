@@ -68,7 +68,9 @@ class Operand:
         one_of("rounding", self.rounding, ROUNDINGS)
         one_of("hadamard", self.hadamard, (None, *ROTATIONS))
         if self.prescaled and (self.format, self.scale_rule) != ("mxfp4", "floor"):
-            raise ValueError(f"prescaled needs format 'mxfp4' and scale_rule 'floor', got {self.format!r}, {self.scale_rule!r}")
+            raise ValueError(
+                f"prescaled needs format 'mxfp4' and scale_rule 'floor', got {self.format!r}, {self.scale_rule!r}"
+            )
 
     @property
     def is_mx(self) -> bool:
@@ -392,9 +394,7 @@ def recipe(name: str | Recipe) -> Recipe:
     result = Recipe(name, **BASES[base])
     for modifier in modifiers:
         if modifier not in MODIFIERS:
-            raise ValueError(
-                f"modifier {modifier!r} of recipe {name!r} is not known; allowed: {', '.join(MODIFIERS)}"
-            )
+            raise ValueError(f"modifier {modifier!r} of recipe {name!r} is not known; allowed: {', '.join(MODIFIERS)}")
         try:
             result = MODIFIERS[modifier](result)
         except ValueError as error:

@@ -85,9 +85,7 @@ def _butterfly(x: Tensor, size: int, step: int) -> Tensor:
     return x.view(shape) * (1.0 / math.sqrt(size))
 
 
-def rotate_matrix(
-    x: Tensor, size: int, signs: Tensor | None, inverse: bool, both: bool, dtype: torch.dtype
-) -> Tensor:
+def rotate_matrix(x: Tensor, size: int, signs: Tensor | None, inverse: bool, both: bool, dtype: torch.dtype) -> Tensor:
     """`x` [R, C] of any float dtype, rotated in FP32 along C (with `signs`, as in `rotate_last`), with `both` then along R.
 
     Returns [R, C] in `dtype`, contiguous: the twin of the Triton kernel of this name. The sizes of the rotated axes must

@@ -25,7 +25,7 @@ FP8_CUDA = (8, 9)
 
 @torch.compiler.assume_constant_result
 def matmul_path(device: torch.device | str) -> str:
-    """"native" where the chip multiplies MXFP4 itself, else "emulated".
+    """ "native" where the chip multiplies MXFP4 itself, else "emulated".
 
     Emulated: operands are dequantized to BF16 (exact for E2M1 x E8M0) and multiplied by the library's BF16 GEMM, on
     the CPU to FP32 and an FP32 one. The values are those of the native GEMM up to the order of FP32 accumulation.
@@ -35,7 +35,7 @@ def matmul_path(device: torch.device | str) -> str:
 
 @torch.compiler.assume_constant_result
 def fp8_path(device: torch.device | str) -> str:
-    """"native" where the library multiplies FP8 tensors of one scale each on the chip's FP8 units, else "emulated".
+    """ "native" where the library multiplies FP8 tensors of one scale each on the chip's FP8 units, else "emulated".
 
     Emulated: FP8 values in BF16 (exact) and the library's BF16 GEMM, the result in FP32 for the two factors. The native
     GEMM reads the same codes and factors, and accumulates as the chip's units do: Hopper's keep 14 bits of a product,

@@ -111,7 +111,6 @@ def quantize_matrix(
     codes, uint8 [batch, R, C/2] for E2M1 else [batch, R, C], and bytes [batch, R, C/32], for 2D blocks
     [batch, R/32, C/32]; with a dtype they are [batch, R, C] and None. For `col` the same of the transpose.
     """
-
     return in_parts(x, row, seed, part), in_parts(x.transpose(1, 2), col, seed, part)
 
 
@@ -140,7 +139,7 @@ def in_parts(x: Tensor, how: Orientation | None, seed: Tensor | None, quantize: 
 
 
 def part(x: Tensor, how: Orientation, seed: Tensor | None, first: int) -> Outputs:
-    """x [batch, R, K] quantized along K at once; `first` is the index of its first element in the whole."""
+    """X [batch, R, K] quantized along K at once; `first` is the index of its first element in the whole."""
     x = x.contiguous().float()
     if how.dtype is None:
         return quantize_packed(x, how.spec, how.signs, seed, first)

@@ -30,6 +30,7 @@ def code_fingerprint(code: str) -> str:
     Args:
         code: Python source, such as a page's cells one after the other. What is not plain Python, such as cells with
             IPython's magics, counts as reaching every module.
+
     """
     try:
         names = _imports(ast.parse(code), PACKAGE + ".")
@@ -92,5 +93,7 @@ def _module_hash(name: str) -> str:
         body = getattr(node, "body", None)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             # A string that stands alone is a docstring, or documents the field above it.
-            node.body = [s for s in body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))] or [ast.Pass()]
+            node.body = [s for s in body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))] or [
+                ast.Pass()
+            ]
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()

@@ -66,9 +66,7 @@ def find_source(given: str | Path) -> Path:
         path = book / f"{given}.md"
     if path.suffix != ".md" or not path.is_file():
         chapters = ", ".join(p.stem for p in chapter_sources()) or "none"
-        raise UserError(
-            f"{given} is no notebook: allowed is a MyST .md file or one of the chapters: {chapters}"
-        )
+        raise UserError(f"{given} is no notebook: allowed is a MyST .md file or one of the chapters: {chapters}")
     if not _NAME.fullmatch(path.stem):
         raise UserError(f"{path.name}: a notebook's name is made of letters, digits, - and _")
     return path

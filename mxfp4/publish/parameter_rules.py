@@ -16,7 +16,8 @@ import torch
 from mxfp4.diagnostics.rounding_bias import PRESCALED
 from mxfp4.directories import bench_dir
 from mxfp4.errors import UserError
-from mxfp4.layers.linear import MXFP4Linear, convert
+from mxfp4.layers.convert import convert
+from mxfp4.layers.linear import MXFP4Linear
 from mxfp4.layers.recipe import recipe
 from mxfp4.numerics.hadamard import SIZES
 from mxfp4.numerics.scale_rules import SCALE_RULES

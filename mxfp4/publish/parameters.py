@@ -75,7 +75,7 @@ class Parameter:
             number = int(value) if kind == "int" and not isinstance(value, float) else float(value)
         except ValueError:
             raise self._refuse(value) from None
-        if kind == "int" and isinstance(number, float) or not math.isfinite(number):
+        if (kind == "int" and isinstance(number, float)) or not math.isfinite(number):
             raise self._refuse(value)
         return number
 
@@ -94,9 +94,7 @@ def read_parameters(cell_source: str, where: str) -> dict[str, Parameter]:
     try:
         tree = ast.parse(cell_source)
     except SyntaxError as error:
-        raise UserError(
-            f"{where}: line {error.lineno} of the parameters cell is not Python: {error.msg}"
-        ) from None
+        raise UserError(f"{where}: line {error.lineno} of the parameters cell is not Python: {error.msg}") from None
     comments = {
         token.start[0]: token.string.lstrip("#").strip()
         for token in tokenize.generate_tokens(io.StringIO(cell_source).readline)
@@ -106,9 +104,7 @@ def read_parameters(cell_source: str, where: str) -> dict[str, Parameter]:
     for node in tree.body:
         line = ast.get_source_segment(cell_source, node)
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name) or node.value is None:
-            raise UserError(
-                f"{where}: {line!r} in the parameters cell; allowed is `name: type = default  # help`"
-            )
+            raise UserError(f"{where}: {line!r} in the parameters cell; allowed is `name: type = default  # help`")
         name, kind = node.target.id, ast.unparse(node.annotation)
         if kind not in TYPES:
             raise UserError(f"{where}: parameter {name} has type {kind}; allowed: {', '.join(TYPES)}")
@@ -119,9 +115,7 @@ def read_parameters(cell_source: str, where: str) -> dict[str, Parameter]:
         try:
             default = ast.literal_eval(node.value)
         except ValueError:
-            raise UserError(
-                f"{where}: the default of {name} is no plain value: {ast.unparse(node.value)}"
-            ) from None
+            raise UserError(f"{where}: the default of {name} is no plain value: {ast.unparse(node.value)}") from None
         parameter = Parameter(name, kind, default, comments[node.end_lineno])
         if isinstance(default, str) and kind != "str":
             raise UserError(f"{where}: parameter {name}: {kind} has a str as its default")

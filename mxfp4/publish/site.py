@@ -27,9 +27,7 @@ from mxfp4.publish.link_check import check_site
 from mxfp4.publish.notebook import records_of
 
 _CODE_CELL = re.compile(r"^```\{code-cell\}", re.MULTILINE)
-_WARNING = re.compile(
-    r"^(?:(?P<where>\S[^:]*(?::\d+)?): )?(?P<level>WARNING|ERROR|CRITICAL|SEVERE): (?P<what>.*)$"
-)
+_WARNING = re.compile(r"^(?:(?P<where>\S[^:]*(?::\d+)?): )?(?P<level>WARNING|ERROR|CRITICAL|SEVERE): (?P<what>.*)$")
 _KEY_FILE = ".made-from"
 # A cell that says itself how its code is shown is left alone; any other is folded.
 _SHOWN_TAGS = {"show-input", "hide-input", "remove-input", "hide-cell", "remove-cell"}
@@ -45,9 +43,7 @@ class Site:
     """Chapters whose source, or whose scale's records, have changed since they were run."""
 
 
-def build_site(
-    book: Path, notebooks: Path, *, scale: str, out: Path | None = None, force: bool = False
-) -> Site:
+def build_site(book: Path, notebooks: Path, *, scale: str, out: Path | None = None, force: bool = False) -> Site:
     """Build `book` (a folder with _toc.yml) with the executed notebooks in the folder `notebooks`.
 
     out: folder for the build (default: book/_build); the site is out/html. Raises UserError, see above.
@@ -61,9 +57,7 @@ def build_site(
         return Site(html, skipped=True, stale=stale)
 
     shutil.rmtree(source, ignore_errors=True)
-    shutil.copytree(
-        book, source, ignore=lambda folder, names: [n for n in names if n == "_build" or n.endswith(".md")]
-    )
+    shutil.copytree(book, source, ignore=lambda folder, names: [n for n in names if n == "_build" or n.endswith(".md")])
     for name, text in staged.items():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(text, encoding="utf-8")
@@ -96,9 +90,7 @@ def toc_pages(book: Path) -> list[str]:
             raise UserError(f"_toc.yml names {page!r}, but there is no {page}.md in {book.name}/")
         if pages.count(page) > 1:
             raise UserError(f"_toc.yml names {page!r} {pages.count(page)} times")
-    there = {
-        p.relative_to(book).with_suffix("").as_posix() for p in book.rglob("*.md") if "_build" not in p.parts
-    }
+    there = {p.relative_to(book).with_suffix("").as_posix() for p in book.rglob("*.md") if "_build" not in p.parts}
     outside = sorted(there - set(pages))
     if outside:
         raise UserError(f"{outside[0]}.md is not in _toc.yml, so no page would lead to it")
@@ -111,15 +103,11 @@ def _files(node) -> list[str]:
         return [name for item in node for name in _files(item)]
     if isinstance(node, dict):
         own = [str(node["file"])] if "file" in node else []
-        return own + [
-            name for value in node.values() if isinstance(value, (list, dict)) for name in _files(value)
-        ]
+        return own + [name for value in node.values() if isinstance(value, (list, dict)) for name in _files(value)]
     return []
 
 
-def _collect(
-    book: Path, pages: list[str], notebooks: Path, scale: str
-) -> tuple[dict[str, str], tuple[str, ...]]:
+def _collect(book: Path, pages: list[str], notebooks: Path, scale: str) -> tuple[dict[str, str], tuple[str, ...]]:
     """File name -> text of every page as Sphinx will read it, and the names of stale chapters."""
     staged, stale, missing = {}, [], []
     records = records_of(scale)
@@ -184,17 +172,13 @@ def present(node: dict) -> dict:
         cell["outputs"] = outputs
     about = node["metadata"].get("mxfp4")
     if about:
-        node["cells"].append(
-            {"cell_type": "markdown", "id": "about-this-run", "metadata": {}, "source": _about(about)}
-        )
+        node["cells"].append({"cell_type": "markdown", "id": "about-this-run", "metadata": {}, "source": _about(about)})
     return node
 
 
 def _about(about: dict) -> str:
     """The page's last paragraph: from which run it was rendered, and how to have another."""
-    given = "".join(
-        f" {name}={_word(value)}" for name, value in about.get("parameters", {}).items() if name != "scale"
-    )
+    given = "".join(f" {name}={_word(value)}" for name, value in about.get("parameters", {}).items() if name != "scale")
     command = f"mxfp4 run book/{about['source']} --scale {about['scale']}" + (f" -p{given}" if given else "")
     return (
         ":::{admonition} This page's run\n:class: tip dropdown\n"
@@ -258,9 +242,7 @@ def _add_libraries(html: Path, cache: Path) -> None:
 
     bundle = cache / f"vega-{VL_VERSION}-{vl_convert.__version__}.js"
     if not bundle.is_file():
-        code = vl_convert.javascript_bundle(
-            snippet="window.mxfp4Vega = {embed: vegaEmbed};", vl_version=VL_VERSION
-        )
+        code = vl_convert.javascript_bundle(snippet="window.mxfp4Vega = {embed: vegaEmbed};", vl_version=VL_VERSION)
         cache.mkdir(parents=True, exist_ok=True)
         # A bundle declares hundreds of short global names; in a function they cannot meet those of Sphinx's scripts.
         bundle.write_text(f"(function () {{\n{code}\n}})();\n", encoding="utf-8")
@@ -268,9 +250,7 @@ def _add_libraries(html: Path, cache: Path) -> None:
     shutil.copyfile(bundle, html / "_static" / "vega" / "vega.js")
     found = importlib.util.find_spec("sphinx-mathjax-offline")
     if found is None or not found.origin:
-        raise UserError(
-            "sphinx-mathjax-offline is not installed: run `make env` or `pip install 'mxfp4[book]'`"
-        )
+        raise UserError("sphinx-mathjax-offline is not installed: run `make env` or `pip install 'mxfp4[book]'`")
     mathjax = Path(found.origin).parent / "static" / "mathjax" / "tex-svg-full.js"
     (html / "_static" / "mathjax").mkdir(exist_ok=True)
     shutil.copyfile(mathjax, html / "_static" / "mathjax" / mathjax.name)

@@ -180,9 +180,7 @@ def table(
 def table_html(frame, *, caption: str, formats=None, columns=None, missing: str = "–") -> str:
     """The HTML of `table`: numbers to the right, text to the left, escaped. Raises ValueError for unknown columns."""
     formats = dict(formats or {})
-    headings = (
-        dict(columns) if isinstance(columns, Mapping) else {c: str(c) for c in (columns or frame.columns)}
-    )
+    headings = dict(columns) if isinstance(columns, Mapping) else {c: str(c) for c in (columns or frame.columns)}
     unknown = [c for c in (*headings, *formats) if c not in frame.columns]
     if unknown:
         raise ValueError(f"table has no column {unknown[0]!r}; known: {', '.join(map(str, frame.columns))}")
@@ -207,7 +205,7 @@ def _align(numeric: bool) -> str:
 
 
 def _cell(value: Any, how: str | Callable[[Any], str] | None, missing: str) -> str:
-    if value is None or isinstance(value, float) and math.isnan(value):
+    if value is None or (isinstance(value, float) and math.isnan(value)):
         return html.escape(missing)
     if callable(how):
         text = how(value)

@@ -73,8 +73,7 @@ class Board:
             rows = [v for v in self.verdicts if v.claim.paper == paper]
             if rows:
                 parts.append(
-                    f"<h3>{html.escape(title)}</h3>"
-                    f'<div class="mx-claim mx-head" aria-hidden="true">{head}</div>'
+                    f'<h3>{html.escape(title)}</h3><div class="mx-claim mx-head" aria-hidden="true">{head}</div>'
                 )
                 parts += [_row(v) for v in rows]
         return f'<div class="mx-board">{"".join(parts)}</div>'
@@ -99,9 +98,7 @@ def _row(v: Verdict) -> str:
     c, e = v.claim, html.escape
     lead, _, rest = c.claim.partition(". ")
     claim = (
-        f"<p><strong>{_code(lead)}.</strong> {_code(rest)}</p>"
-        if rest
-        else f"<p><strong>{_code(lead)}</strong></p>"
+        f"<p><strong>{_code(lead)}.</strong> {_code(rest)}</p>" if rest else f"<p><strong>{_code(lead)}</strong></p>"
     )
     notes = "".join(f"<small>{_code(note)}</small>" for note in c.notes)
     how = f"<p>{_code(decided_by(v))}</p><p>What scale could change: {_code(c.scale_note)}</p>"
@@ -118,7 +115,9 @@ def decided_by(v: Verdict) -> str:
     """One or two sentences: what is measured, of which arms, where it is read, and the rule."""
     c = v.claim
     what = " ".join((inspect.getdoc(METRICS[c.metric]) or "").split("\n\n")[0].split()).rstrip(".")
-    options = {k: p.default for k, p in inspect.signature(METRICS[c.metric]).parameters.items() if p.default is not p.empty}
+    options = {
+        k: p.default for k, p in inspect.signature(METRICS[c.metric]).parameters.items() if p.default is not p.empty
+    }
     shown = {k: x for k, x in {**c.arguments, **{k: c.arguments.get(k, x) for k, x in options.items()}}.items() if x}
     given = ", ".join(f"{k}={'/'.join(x) if isinstance(x, list) else x}" for k, x in shown.items())
     return f"{what} ({given or c.metric}). {'It is suggested' if c.posthoc else 'It holds'} when that is {rule_text(c, v.effect)}."
@@ -134,8 +133,7 @@ def _published(v: Verdict) -> str:
     if v.claim.logs:
         shown.append(("Logs", published.figure(v.claim.logs)))
     return "".join(
-        f'<p><span class="mx-label">{label}: </span>{html.escape(f.text)}'
-        f"<small>{html.escape(f.cite)}</small></p>"
+        f'<p><span class="mx-label">{label}: </span>{html.escape(f.text)}<small>{html.escape(f.cite)}</small></p>'
         for label, f in shown
     )
 

@@ -53,9 +53,7 @@ class Evidence:
     def need(self) -> Study:
         """The study. UserError with the command that makes it, while there is none."""
         if self.study is None:
-            raise UserError(
-                f"no records of plan {self.plan.name} at scale {self.plan.scale.name}: {self.command}"
-            )
+            raise UserError(f"no records of plan {self.plan.name} at scale {self.plan.scale.name}: {self.command}")
         return self.study
 
     @property
@@ -74,9 +72,7 @@ class Evidence:
                 f"those of scale {self.plan.scale.name}."
             )
         if self.substitute:
-            parts.append(
-                "These settings are not those of the plan as it stands; they are what the store holds."
-            )
+            parts.append("These settings are not those of the plan as it stands; they are what the store holds.")
         if self.study is None:
             beyond = f" {self.beyond}" if self.beyond else ""
             parts.append(f"Not run yet at this scale; <code>{html.escape(self.command)}</code> runs it.{beyond}")
@@ -165,17 +161,12 @@ class Sources:
         """{what the records are: their run ids}."""
 
     def _repr_html_(self) -> str:
-        parts = [
-            f"<p>{html.escape(said[:1].upper() + said[1:])}.</p>{_folded(n)}"
-            for said, n in self.names.items()
-        ]
+        parts = [f"<p>{html.escape(said[:1].upper() + said[1:])}.</p>{_folded(n)}" for said, n in self.names.items()]
         body = "".join(parts) or "<p>No records yet.</p>"
         return f'<div class="mx-evidence"><p><strong>Evidence.</strong></p>{body}</div>'
 
     def __repr__(self) -> str:
-        return (
-            "; ".join(f"{said}: {', '.join(n)}" for said, n in self.names.items()) or "no records yet"
-        )
+        return "; ".join(f"{said}: {', '.join(n)}" for said, n in self.names.items()) or "no records yet"
 
 
 def _folded(names: Sequence[str]) -> str:
@@ -229,7 +220,7 @@ def gather_each(
     given = {k: v for k, v in overrides.items() if v}
     given = _corpus_of(store, get_scale(scale)) | given
     wanted = plan(name, scale, recipes=recipes, **given)
-    train = train or wanted.scale.name == "cpu" and bool(_asked_for(name, wanted.scale) or given)
+    train = train or (wanted.scale.name == "cpu" and bool(_asked_for(name, wanted.scale) or given))
     if train and any(store.get(c) is None for c in wanted.arms):
         from mxfp4.studies.runner import run_plan  # slow to import, and seldom needed
 

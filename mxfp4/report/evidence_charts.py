@@ -33,9 +33,7 @@ def _tokens(frame: pd.DataFrame) -> tuple[float, str]:
     )
 
 
-def learning_curves(
-    frame: pd.DataFrame, *, y: str, title: str, y_title: str, subtitle: str = ""
-) -> alt.LayerChart:
+def learning_curves(frame: pd.DataFrame, *, y: str, title: str, y_title: str, subtitle: str = "") -> alt.LayerChart:
     """Mean curve of each arm with its band over seeds. frame: arm, tokens, `y`, low, high."""
     unit, x_title = _tokens(frame)
     arms = list(dict.fromkeys(frame["arm"]))
@@ -71,9 +69,7 @@ def overheads(frame: pd.DataFrame, *, title: str, subtitle: str) -> alt.LayerCha
     bounds["at"] = edge
     y = alt.Y("label:N", sort=order, title=None, axis=alt.Axis(labelLimit=160))
     offset = alt.YOffset("whose:N", sort=["P1", "ours"])
-    colour = alt.Color(
-        "whose:N", title=None, scale=alt.Scale(domain=["P1", "ours"], range=[PALETTE[6], PALETTE[0]])
-    )
+    colour = alt.Color("whose:N", title=None, scale=alt.Scale(domain=["P1", "ours"], range=[PALETTE[6], PALETTE[0]]))
     axis = alt.X("low:Q", title="token overhead over FP8, percent")
     rule = (
         alt.Chart(finite)
@@ -106,9 +102,7 @@ def rule_by_rounding(
     y = alt.Y("rule:N", sort=list(rules), title="scale rule")
     offset = alt.YOffset("rounding:N", sort=list(roundings))
     colour = alt.Color("rounding:N", title=None, scale=_scale(roundings), sort=list(roundings))
-    axis = alt.X(
-        "low:Q", title=f"final loss over {reference.upper()}, nats a token", scale=alt.Scale(zero=False)
-    )
+    axis = alt.X("low:Q", title=f"final loss over {reference.upper()}, nats a token", scale=alt.Scale(zero=False))
     finite = frame[frame["difference"].abs() < float("inf")]
     rule = (
         alt.Chart(finite)
@@ -118,9 +112,7 @@ def rule_by_rounding(
     point = (
         alt.Chart(finite)
         .mark_point(size=70)
-        .encode(
-            x="difference:Q", y=y, yOffset=offset, color=colour, tooltip=["arm", "text", "seeds", "outcome"]
-        )
+        .encode(x="difference:Q", y=y, yOffset=offset, color=colour, tooltip=["arm", "text", "seeds", "outcome"])
     )
     return alt.layer(rule, point).properties(title=title, height=alt.Step(22))
 
@@ -177,7 +169,9 @@ def overhead_by_target(frame: pd.DataFrame, *, title: str, reference: str) -> al
     """Token overhead against where on the reference's curve the target lies. frame: `frames.target_frame`."""
     arms = list(dict.fromkeys(frame["arm"]))
     base = alt.Chart(frame).encode(
-        x=alt.X("at:Q", title=f"target: loss of {reference} at this percentage of its budget", scale=alt.Scale(zero=False)),
+        x=alt.X(
+            "at:Q", title=f"target: loss of {reference} at this percentage of its budget", scale=alt.Scale(zero=False)
+        ),
         color=alt.Color("arm:N", title=None, scale=_arm_scale(arms), sort=arms, legend=alt.Legend(symbolOpacity=1)),
     )
     y = alt.Y("overhead:Q", title="token overhead, percent")
@@ -203,9 +197,7 @@ def sr_bias(frame: pd.DataFrame, *, title: str, rules: Sequence[str]) -> alt.Lay
     return alt.layer(zero, line).properties(title=title)
 
 
-def mlperf(
-    frame: pd.DataFrame, target: float, crossings: dict[str, float], *, title: str, after: float = 0.0
-):
+def mlperf(frame: pd.DataFrame, target: float, crossings: dict[str, float], *, title: str, after: float = 0.0):
     """The two public curves, the target, and where each curve crosses it. frame: arm, samples, eval_loss."""
     arms = list(dict.fromkeys(frame["arm"]))
     shown = frame[frame["samples"] >= after].assign(x=frame["samples"] / 1000)
@@ -220,9 +212,7 @@ def mlperf(
                  alt.Tooltip("perplexity:Q", title="perplexity", format=".1f")],
     ).transform_calculate(perplexity="exp(datum.eval_loss)").add_params(chosen)  # fmt: skip
     goal = alt.Chart(pd.DataFrame({"goal": [target]})).mark_rule(strokeDash=[4, 4]).encode(y="goal:Q")
-    marks = pd.DataFrame(
-        {"arm": list(crossings), "x": [c / 1000 for c in crossings.values()], "eval_loss": target}
-    )
+    marks = pd.DataFrame({"arm": list(crossings), "x": [c / 1000 for c in crossings.values()], "eval_loss": target})
     cross = alt.Chart(marks).mark_point(shape="diamond", size=140, filled=False, strokeWidth=2).encode(
         x="x:Q", y="eval_loss:Q", color=colour,
         tooltip=["arm", alt.Tooltip("x:Q", title="crossing, thousand sequences", format=".1f")],

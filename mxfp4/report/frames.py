@@ -58,7 +58,9 @@ def span(study: Study) -> float:
     """Tokens of the budget; where runs stop at a target, those of the run that stopped first, without divergence."""
     if not study.config.stop_at_target:
         return study.tokens
-    ends = [c["tokens"].max() for arm in study.arms for s, c in study.curves(arm).items() if s not in study.diverged(arm)]
+    ends = [
+        c["tokens"].max() for arm in study.arms for s, c in study.curves(arm).items() if s not in study.diverged(arm)
+    ]
     return min(ends, default=study.tokens)
 
 
@@ -73,15 +75,11 @@ def mean_curves(study: Study, arms: Sequence[str], *, after: float = 0.0) -> pd.
     return _spread(frame, "eval_loss").rename(columns={"mean": "loss"})
 
 
-def difference_curves(
-    study: Study, arms: Sequence[str], reference: str, *, after: float = 0.0
-) -> pd.DataFrame:
+def difference_curves(study: Study, arms: Sequence[str], reference: str, *, after: float = 0.0) -> pd.DataFrame:
     """arm, tokens, difference (to the reference's loss at equal tokens and seed, mean), low, high (range),
     seeds."""
     frame = evaluations(study, dict.fromkeys((*arms, reference)))
-    base = frame[frame["arm"] == reference][["seed", "tokens", "eval_loss"]].rename(
-        columns={"eval_loss": "base"}
-    )
+    base = frame[frame["arm"] == reference][["seed", "tokens", "eval_loss"]].rename(columns={"eval_loss": "base"})
     frame = frame.merge(base, on=["seed", "tokens"])
     frame = frame[(frame["arm"] != reference) & (frame["tokens"] >= after * span(study))]
     frame = frame.assign(difference=frame["eval_loss"] - frame["base"])
@@ -138,7 +136,9 @@ def bound_text(study: Study, at: float) -> str:
     """How far the overhead of an arm that misses its target can be known, as a sentence."""
     if study.config.stop_at_target:
         return "An arm that misses the target is known to need more than its budget."
-    return f"A later target leaves less room to an arm that misses it: at {at:.0%} no bound can exceed {1 / at - 1:.0%}."
+    return (
+        f"A later target leaves less room to an arm that misses it: at {at:.0%} no bound can exceed {1 / at - 1:.0%}."
+    )
 
 
 def table1_frame(study: Study, *, ats: Sequence[float] = (0.5, 0.7, 0.85)) -> pd.DataFrame:
@@ -285,9 +285,7 @@ def overhead_points(study: Study, *, at: float = metrics.AT) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def disagreement_frame(
-    study: Study, *, rules: Sequence[str] = RULES, reference: str = "bf16"
-) -> pd.DataFrame:
+def disagreement_frame(study: Study, *, rules: Sequence[str] = RULES, reference: str = "bf16") -> pd.DataFrame:
     """rule, rounding, arm, difference (final loss to the reference, nats), low, high, seeds, outcome; arms
     with records."""
     rows = []
@@ -330,9 +328,7 @@ def percent_ends(effect: Effect, at: float) -> tuple[float, float]:
     return 100 * effect.low, 100 * (effect.high if math.isfinite(effect.high) else max(1 / at - 1, effect.value))
 
 
-def target_frame(
-    study: Study, arms: Sequence[str], *, reference: str = "fp8", ats: Sequence[float]
-) -> pd.DataFrame:
+def target_frame(study: Study, arms: Sequence[str], *, reference: str = "fp8", ats: Sequence[float]) -> pd.DataFrame:
     """arm, at (percent of the reference's budget), overhead, low, high (percent): where the target is reached.
 
     An arm that diverged in some seed has not converged, whatever it had reached before, and gets no row.

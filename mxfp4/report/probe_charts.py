@@ -40,7 +40,12 @@ def by_layer(
     layers["mean"] = layers.groupby(keys, sort=False)["value"].transform("mean")
     order, facets = list(layers[x].unique()), list(layers[facet].unique()) if facet else []
     base = alt.Chart(layers).encode(
-        x=alt.X(f"{x}:N", sort=order, title=x_title or None, axis=_names(0 if len(order) <= 3 else -35 if len(order) <= 5 else -55)),
+        x=alt.X(
+            f"{x}:N",
+            sort=order,
+            title=x_title or None,
+            axis=_names(0 if len(order) <= 3 else -35 if len(order) <= 5 else -55),
+        ),
         color=alt.Color(f"{x}:N", sort=order, legend=None),
     )
     scale = alt.Scale(type="log") if log else alt.Scale()
@@ -116,12 +121,18 @@ def error_parts(table: pd.DataFrame, *, title: str) -> alt.TopLevelMixin:
     """The systematic and the random part of the error of products, from `probe_tables.bias_and_noise`, side by side."""
     long = table.melt(["recipe", "what"], ["systematic", "random"], "part", "size")
     recipes, facets = list(table["recipe"].unique()), list(table["what"].unique())
-    chart = alt.Chart(long).mark_bar().encode(
-        x=alt.X("recipe:N", sort=recipes, title=None, axis=_names(-35)),
-        xOffset=alt.XOffset("part:N", sort=["systematic", "random"]),
-        y=alt.Y("size:Q", title="part of the error, share of the exact product", axis=alt.Axis(format="%")),
-        color=alt.Color("part:N", sort=["systematic", "random"], title=None, scale=alt.Scale(range=list(PALETTE[:2]))),
-        tooltip=["recipe:N", "what:N", "part:N", alt.Tooltip("size:Q", format=".3%")],
+    chart = (
+        alt.Chart(long)
+        .mark_bar()
+        .encode(
+            x=alt.X("recipe:N", sort=recipes, title=None, axis=_names(-35)),
+            xOffset=alt.XOffset("part:N", sort=["systematic", "random"]),
+            y=alt.Y("size:Q", title="part of the error, share of the exact product", axis=alt.Axis(format="%")),
+            color=alt.Color(
+                "part:N", sort=["systematic", "random"], title=None, scale=alt.Scale(range=list(PALETTE[:2]))
+            ),
+            tooltip=["recipe:N", "what:N", "part:N", alt.Tooltip("size:Q", format=".3%")],
+        )
     )
     chart = chart.properties(width=TOTAL // 3 - 45, height=200)
     return chart.facet(facet=alt.Facet("what:N", sort=facets, title=None), columns=3).properties(title=title)
@@ -138,12 +149,16 @@ def paired(
     table["part"] = table["metric"].map(metrics)
     table = table.dropna(subset=["part", "mean"])
     names, order, facets = list(metrics.values()), list(table[x].unique()), list(table["what"].unique())
-    chart = alt.Chart(table).mark_bar().encode(
-        x=alt.X(f"{x}:N", sort=order, title=x_title or None, axis=_names(-35)),
-        xOffset=alt.XOffset("part:N", sort=names),
-        y=alt.Y("mean:Q", title=unit, axis=alt.Axis(format=form)),
-        color=alt.Color("part:N", sort=names, title=None, scale=alt.Scale(range=list(PALETTE[: len(names)]))),
-        tooltip=[f"{x}:N", "what:N", "part:N", alt.Tooltip("mean:Q", format=".4g", title=unit)],
+    chart = (
+        alt.Chart(table)
+        .mark_bar()
+        .encode(
+            x=alt.X(f"{x}:N", sort=order, title=x_title or None, axis=_names(-35)),
+            xOffset=alt.XOffset("part:N", sort=names),
+            y=alt.Y("mean:Q", title=unit, axis=alt.Axis(format=form)),
+            color=alt.Color("part:N", sort=names, title=None, scale=alt.Scale(range=list(PALETTE[: len(names)]))),
+            tooltip=[f"{x}:N", "what:N", "part:N", alt.Tooltip("mean:Q", format=".4g", title=unit)],
+        )
     )
     chart = chart.properties(width=TOTAL // max(len(facets), 1) - 45, height=210)
     return chart.facet(facet=alt.Facet("what:N", sort=facets, title=None), columns=3).properties(title=title)
@@ -170,7 +185,9 @@ def against_loss(table: pd.DataFrame, *, x_title: str, title: str, form: str = "
     """
     finite = table[table["gap"].abs() < float("inf")]
     end = cut(finite["gap"])
-    finite = finite.assign(drawn=finite["gap"].clip(-end, end), label=[f"{g:.2f}" if abs(g) > end else "" for g in finite["gap"]])
+    finite = finite.assign(
+        drawn=finite["gap"].clip(-end, end), label=[f"{g:.2f}" if abs(g) > end else "" for g in finite["gap"]]
+    )
     order, height = list(finite["arm"]), 24 * len(finite)
     tips = ["arm:N", alt.Tooltip("mean:Q", format=".4g", title=x_title), alt.Tooltip("gap:Q", format=".4f")]
     x = alt.X("mean:Q", title=x_title, axis=alt.Axis(format=form, tickCount=4), scale=alt.Scale(zero=False))
@@ -194,13 +211,17 @@ def tile(scales: pd.DataFrame, *, title: str) -> alt.TopLevelMixin:
     side = 3 * 64  # whole pixels for each value: no seams
     names = list(scales["blocks"].unique())
     axis = alt.Axis(values=[0, 32, 64], grid=False)
-    chart = alt.Chart(scales).mark_rect().encode(
-        x=alt.X("left:Q", title="input feature", scale=alt.Scale(domain=[0, 64], nice=False), axis=axis),
-        x2="right:Q",
-        y=alt.Y("top:Q", title="output feature", scale=alt.Scale(domain=[64, 0], nice=False), axis=axis),
-        y2="bottom:Q",
-        color=alt.Color("log2_scale:O", title="log2 of the scale", scale=alt.Scale(scheme="viridis")),
-        tooltip=["blocks:N", "top:Q", "left:Q", alt.Tooltip("log2_scale:Q")],
+    chart = (
+        alt.Chart(scales)
+        .mark_rect()
+        .encode(
+            x=alt.X("left:Q", title="input feature", scale=alt.Scale(domain=[0, 64], nice=False), axis=axis),
+            x2="right:Q",
+            y=alt.Y("top:Q", title="output feature", scale=alt.Scale(domain=[64, 0], nice=False), axis=axis),
+            y2="bottom:Q",
+            color=alt.Color("log2_scale:O", title="log2 of the scale", scale=alt.Scale(scheme="viridis")),
+            tooltip=["blocks:N", "top:Q", "left:Q", alt.Tooltip("log2_scale:Q")],
+        )
     )
     chart = chart.properties(width=side, height=side)
     return chart.facet(facet=alt.Facet("blocks:N", sort=names, title=None), columns=3).properties(title=title)
@@ -210,10 +231,14 @@ def arm_bars(rows: pd.DataFrame, *, title: str, unit: str, complement: bool = Fa
     """One horizontal bar an arm, at the mean over steps; `complement` draws 1 - value."""
     table = probe_tables.summary(rows, ["arm"])
     table["mean"] = 1 - table["mean"] if complement else table["mean"]
-    chart = alt.Chart(table).mark_bar().encode(
-        y=alt.Y("arm:N", sort=list(table["arm"]), title=None),
-        x=alt.X("mean:Q", title=unit),
-        tooltip=["arm:N", alt.Tooltip("mean:Q", format=".4g", title=unit)],
+    chart = (
+        alt.Chart(table)
+        .mark_bar()
+        .encode(
+            y=alt.Y("arm:N", sort=list(table["arm"]), title=None),
+            x=alt.X("mean:Q", title=unit),
+            tooltip=["arm:N", alt.Tooltip("mean:Q", format=".4g", title=unit)],
+        )
     )
     return chart.properties(title=title, height=22 * len(table))
 

@@ -164,7 +164,9 @@ def by_phase(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     return table.assign(phase=[f"step {step}" for step in table["step"]])
 
 
-def bias_by_rule(frame: pd.DataFrame, arms: dict[str, tuple[str, str]], what: dict[tuple[str, str], str]) -> pd.DataFrame:
+def bias_by_rule(
+    frame: pd.DataFrame, arms: dict[str, tuple[str, str]], what: dict[tuple[str, str], str]
+) -> pd.DataFrame:
     """rule, rounding, value: the mean `bias` of one tensor under each arm's own recipe; arms: {arm: (rule, rounding)}."""
     rows = select(frame, "bias", what=what)
     means = summary(rows[rows["arm"].isin(list(arms))], ["arm"]).set_index("arm")["mean"]

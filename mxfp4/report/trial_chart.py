@@ -82,7 +82,9 @@ def chart(trial: Trial) -> alt.LayerChart:
 
 def caption(trial: Trial) -> str:
     """What to see, in one or two sentences."""
-    text = "Loss above the entropy of the source after the decay. Bars are 95 % intervals over seeds; one seed has none."
+    text = (
+        "Loss above the entropy of the source after the decay. Bars are 95 % intervals over seeds; one seed has none."
+    )
     failed = [f"{row.recipe} ({', '.join(sorted(set(row.failed.values())))})" for row in trial.rows if row.failed]
     return text + (f" Not drawn: {', '.join(failed)}." if failed else "")
 

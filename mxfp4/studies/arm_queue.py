@@ -70,8 +70,7 @@ class Summary:
             parts.append(f"diverged: {', '.join(self.diverged)}")
         if self.paused or self.left:
             parts.append(
-                f"stopped with {len(self.paused)} paused and {len(self.left)} not begun: "
-                "run it again to go on"
+                f"stopped with {len(self.paused)} paused and {len(self.left)} not begun: run it again to go on"
             )
         parts += [f"failed: {name} ({reason})" for name, reason in self.failed.items()]
         return "; ".join(parts)

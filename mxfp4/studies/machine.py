@@ -66,9 +66,7 @@ def git_state() -> dict | None:
     """
     package = Path(mxfp4.__file__).resolve().parent
     top = _git(package, "rev-parse", "--show-toplevel")
-    if (
-        top is None or Path(top).resolve() != package.parent
-    ):  # e.g. installed into an environment inside another repo
+    if top is None or Path(top).resolve() != package.parent:  # e.g. installed into an environment inside another repo
         return None
     status = _git(package, "status", "--porcelain", "--", str(package))
     return {"commit": _git(package, "rev-parse", "HEAD"), "dirty": bool(status), "tree": tree_hash(package)}
@@ -92,7 +90,11 @@ def tree_hash(folder: Path) -> str | None:
 def _git(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> str | None:
     try:
         done = subprocess.run(
-            ["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=20, env={**os.environ, **(env or {})}
+            ["git", "-C", folder, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            env={**os.environ, **(env or {})},
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -115,9 +115,7 @@ def staged(configs: Iterable[TrainConfig], scale: Scale, machine: Machine, runni
     return sum(sizes[:running])
 
 
-def too_large(
-    found: Sequence[tuple[TrainConfig, Memory]], scale: Scale, machine: Machine, at_a_time: int
-) -> list[str]:
+def too_large(found: Sequence[tuple[TrainConfig, Memory]], scale: Scale, machine: Machine, at_a_time: int) -> list[str]:
     """A line where the largest of `found` does not fit, with what would help; at_a_time: arms that share a device."""
     if not found or machine.memory is None:
         return []
@@ -133,7 +131,9 @@ def too_large(
         "--recompute-every 1": scale.recompute_every != 1,
     }
     use = " or ".join(way for way, helping in helps.items() if helping)
-    line = f"memory: {config.recipe} needs {need / GB:.1f} GB of {what}{sharing}, which has {machine.memory / GB:.1f} GB"
+    line = (
+        f"memory: {config.recipe} needs {need / GB:.1f} GB of {what}{sharing}, which has {machine.memory / GB:.1f} GB"
+    )
     return [f"{line}: use {use}" if use else line]
 
 

@@ -44,6 +44,7 @@ def records(scale: str | None = None) -> pd.DataFrame:
 
     Raises:
         UserError: `scale` cannot be a folder's name.
+
     """
     import pandas as pd
 

@@ -47,7 +47,12 @@ def study_arms(part: str) -> list[TrainConfig]:
         main, primary = study_arms("main"), {arm for claim in load_study().primaries for arm in claim.contrast.names}
         core = [config for config in main if config.recipe in primary]
         rest = [config for config in main if config.recipe not in primary]
-        return [*core, *study_arms("short"), *rest, *(c for name in ("text", "batch", "ladder") for c in study_arms(name))]
+        return [
+            *core,
+            *study_arms("short"),
+            *rest,
+            *(c for name in ("text", "batch", "ladder") for c in study_arms(name)),
+        ]
     study = load_study()
     runs = study.runs[part]
     decayed = study.runs[DECAYED].arms if part == "main" else {}

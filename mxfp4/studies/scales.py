@@ -132,9 +132,7 @@ def known_entropy(scale: Scale, vocab_size: int) -> dict:
 # quantization), seed 0, 240 steps: `mxfp4.studies.plans.plan("table1", "cpu", recipes=["fp32"], lr=...)`.
 CPU = Scale(
     name="cpu",
-    model=ModelConfig(
-        vocab_size=2048, dim=96, n_layers=2, n_heads=3, n_kv_heads=1, ffn_dim=256, max_seq_len=128
-    ),
+    model=ModelConfig(vocab_size=2048, dim=96, n_layers=2, n_heads=3, n_kv_heads=1, ffn_dim=256, max_seq_len=128),
     corpus="prose",
     seq_len=64,
     batch_size=4,
@@ -169,9 +167,7 @@ CPU = replace(
 # (runs/pilot/gpu-warm-up.json).
 GPU = Scale(
     name="gpu",
-    model=ModelConfig(
-        vocab_size=4096, dim=512, n_layers=10, n_heads=8, n_kv_heads=4, ffn_dim=1408, max_seq_len=512
-    ),
+    model=ModelConfig(vocab_size=4096, dim=512, n_layers=10, n_heads=8, n_kv_heads=4, ffn_dim=1408, max_seq_len=512),
     corpus="prose",
     seq_len=512,
     batch_size=32,

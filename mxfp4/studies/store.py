@@ -79,7 +79,7 @@ class Record:
 
     @property
     def outcome(self) -> dict:
-        """status ("finished" or "diverged"), step, tokens, reason, final_loss, final_bpb, target, `replayed` if any."""
+        """Status ("finished" or "diverged"), step, tokens, reason, final_loss, final_bpb, target, `replayed` if any."""
         return self.data["outcome"]
 
     @property
@@ -120,7 +120,7 @@ class Record:
 
     @cached_property
     def branches(self) -> pd.DataFrame:
-        """branch and the columns of `curve`; no rows for a run without branches."""
+        """Branch and the columns of `curve`; no rows for a run without branches."""
         return self._table("branches", ["branch", *self.curve.columns])
 
     @cached_property
@@ -183,17 +183,14 @@ class Store:
                 return record
         return None
 
-    def put(
-        self, config: TrainConfig, result: TrainResult, device=None, *, corpus: str | None = None
-    ) -> Record:
+    def put(self, config: TrainConfig, result: TrainResult, device=None, *, corpus: str | None = None) -> Record:
         """Store what `train` gave, all or nothing; an existing whole record of the arm is kept and returned.
 
         corpus: fingerprint of the tokens. Raises UserError for a paused run and when the disk is full.
         """
         if result.outcome["status"] not in ("finished", "diverged"):
             raise UserError(
-                f"a run with status {result.outcome['status']!r} has no record yet; "
-                "allowed: finished, diverged"
+                f"a run with status {result.outcome['status']!r} has no record yet; allowed: finished, diverged"
             )
         device = torch.device(device) if device is not None else default_device()
         final = self.folder(config, device)
@@ -206,7 +203,9 @@ class Store:
                     continue
                 frame = pd.DataFrame(rows)
                 frame = frame.astype({c: "float32" for c in FLOAT32 if c in frame and name != "evaluations"})
-                frame = frame.assign(run_id=self.run_id(config, device), arm=shown_name(config.recipe), seed=config.seed)
+                frame = frame.assign(
+                    run_id=self.run_id(config, device), arm=shown_name(config.recipe), seed=config.seed
+                )
                 frame.to_parquet(work / f"{name}.parquet", index=False, compression="zstd")
                 hashes[name] = _sha256(work / f"{name}.parquet")
             data = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mxfp4.layers.linear import MXFP4Linear, convert
+from mxfp4.layers.convert import convert
+from mxfp4.layers.linear import MXFP4Linear
 from mxfp4.layers.recipe import Recipe
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.execution.distributed import Ranks

@@ -46,9 +46,7 @@ class ModelConfig:
     def __post_init__(self):
         _positive(self, "vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "max_seq_len")
         if self.dim % (2 * self.n_heads):
-            raise UserError(
-                f"dim={self.dim} must be a multiple of 2 n_heads={2 * self.n_heads}: RoPE turns pairs"
-            )
+            raise UserError(f"dim={self.dim} must be a multiple of 2 n_heads={2 * self.n_heads}: RoPE turns pairs")
         if self.n_heads % self.n_kv_heads:
             raise UserError(f"n_heads={self.n_heads} must be a multiple of n_kv_heads={self.n_kv_heads}")
         if self.n_experts < 0 or (self.n_experts and not 0 < self.n_experts_per_token <= self.n_experts):
@@ -181,13 +179,9 @@ class TrainConfig:
         if not 0 <= self.lr_min <= self.lr:
             raise UserError(f"lr_min={self.lr_min} must lie in 0 to lr={self.lr}")
         if self.seq_len > self.model.max_seq_len:
-            raise UserError(
-                f"seq_len={self.seq_len} exceeds the model's max_seq_len={self.model.max_seq_len}"
-            )
+            raise UserError(f"seq_len={self.seq_len} exceeds the model's max_seq_len={self.model.max_seq_len}")
         if self.batch_size % self.micro_batches:
-            raise UserError(
-                f"batch_size={self.batch_size} must be a multiple of micro_batches={self.micro_batches}"
-            )
+            raise UserError(f"batch_size={self.batch_size} must be a multiple of micro_batches={self.micro_batches}")
         if self.stop_at_target and self.target_loss is None:
             raise UserError("stop_at_target=True needs a target_loss")
         if self.cooldown_steps and self.cooldown_steps + self.warmup > self.steps:

@@ -29,7 +29,8 @@ import torch
 
 from mxfp4.errors import UserError
 from mxfp4.layers.gemms import per_tensor, serves_both
-from mxfp4.layers.linear import MXFP4Linear, convert
+from mxfp4.layers.convert import convert
+from mxfp4.layers.linear import MXFP4Linear
 from mxfp4.layers.operands import takes_packed
 from mxfp4.layers.recipe import Gemm, Operand
 from mxfp4.numerics.formats import BLOCK, elem_format
@@ -116,8 +117,15 @@ def local_batch(config: TrainConfig, ranks: int) -> tuple[int, int]:
 
 
 def estimate(
-    config: TrainConfig, *, ranks: int = 1, device: str = "cuda", compiled: bool = False, recompute_every: int = 0,
-    captured: bool = False, native: bool = False, fp8: bool = False,
+    config: TrainConfig,
+    *,
+    ranks: int = 1,
+    device: str = "cuda",
+    compiled: bool = False,
+    recompute_every: int = 0,
+    captured: bool = False,
+    native: bool = False,
+    fp8: bool = False,
 ) -> Memory:
     """Memory of a rank that trains `config`, its parameters sharded over `ranks` (FSDP2, each block and the root).
 

@@ -74,10 +74,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
         batch, seq, dim = x.shape
-        q, k, v = (
-            p(x).view(batch, seq, -1, self.config.head_dim).transpose(1, 2)
-            for p in (self.wq, self.wk, self.wv)
-        )
+        q, k, v = (p(x).view(batch, seq, -1, self.config.head_dim).transpose(1, 2) for p in (self.wq, self.wk, self.wv))
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         groups = self.config.n_heads // self.config.n_kv_heads
         if groups > 1:

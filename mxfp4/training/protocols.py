@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mxfp4.training.model import Llama
 
+
 class Probe(Protocol):
     """Looks at a run. May run forward and backward."""
 

@@ -41,8 +41,7 @@ class Run:
     ):
         if corpus.vocab_size != config.model.vocab_size:
             raise UserError(
-                f"the corpus has a vocabulary of {corpus.vocab_size}, "
-                f"the model one of {config.model.vocab_size}"
+                f"the corpus has a vocabulary of {corpus.vocab_size}, the model one of {config.model.vocab_size}"
             )
         ranks.check(config.micro_batches)
         if isinstance(corpus, KnownEntropy):
@@ -53,7 +52,9 @@ class Run:
         windows = corpus.eval_windows(max(config.eval_sequences, config.final_eval_sequences), config.seq_len)
         self.bytes_per_token = corpus.bytes_per_token(windows=windows)
         self.eval_windows = windows.to(device)
-        self.exact = corpus.judge(self.eval_windows) if isinstance(corpus, KnownEntropy) and config.eval_forwards else None
+        self.exact = (
+            corpus.judge(self.eval_windows) if isinstance(corpus, KnownEntropy) and config.eval_forwards else None
+        )
         self.forwards = Forwards(config, self.model, self.eval_windows, self.exact and self.exact.copied)
         self.branch: Branch | None = None
         self.update, self.losses_of = self._update, partial(token_losses, self.model)
@@ -236,7 +237,9 @@ class Run:
         else:
             # A captured batch would keep what an earlier evaluation made of the weights.
             with weights_kept(self.model) if self.keeps_weights and not self.captured else nullcontext():
-                self.window_losses = window_losses(self.model, self.eval_windows, batch_size, self.ranks, self.losses_of)
+                self.window_losses = window_losses(
+                    self.model, self.eval_windows, batch_size, self.ranks, self.losses_of
+                )
         loss = sum(self.window_losses) / len(self.window_losses)
         if self.step == 0:
             self.rows.append(self._row(0))

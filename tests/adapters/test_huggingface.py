@@ -140,9 +140,7 @@ def trained(model, folder: Path, steps: int, *, resume: bool = False):
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[],
         save_steps=2, logging_steps=1, use_cpu=True, disable_tqdm=True, lr_scheduler_type="constant",
     )  # fmt: skip
-    trainer = transformers.Trainer(
-        model=model, args=arguments, train_dataset=Tokens(), callbacks=[set_step_callback()]
-    )
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Tokens(), callbacks=[set_step_callback()])
     trainer.train(resume_from_checkpoint=resume)
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
@@ -158,14 +156,21 @@ def test_a_converted_model_trains_saves_and_reloads(tmp_path):
     again = mxfp4.convert(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved"), "mxfp4+h16")
     with torch.no_grad():
         assert torch.equal(again.eval()(TOKENS).logits, model.eval()(TOKENS).logits)
-        assert not torch.equal(model(TOKENS).logits, transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")(TOKENS).logits)
+        assert not torch.equal(
+            model(TOKENS).logits, transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")(TOKENS).logits
+        )
 
 
 def test_what_would_train_unconverted_is_refused(tmp_path):
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2))
-    with pytest.raises(ValueError, match=r"no layer to convert to 'mxfp4': .*1 nn.Linear \('lm_head'\); convert does not know its 8 Conv1D$"):
+    with pytest.raises(
+        ValueError,
+        match=r"no layer to convert to 'mxfp4': .*1 nn.Linear \('lm_head'\); convert does not know its 8 Conv1D$",
+    ):
         mxfp4.convert(gpt2, "mxfp4")
-    with pytest.raises(ValueError, match="^LlamaForCausalLM has no MXFP4Linear: mxfp4.convert it before it is trained$"):
+    with pytest.raises(
+        ValueError, match="^LlamaForCausalLM has no MXFP4Linear: mxfp4.convert it before it is trained$"
+    ):
         trained(a_llama(), tmp_path, 1)
 
 

@@ -21,14 +21,14 @@ from mxfp4 import MXFP4Linear
 pytest.importorskip("triton", reason="triton is not installed, which TorchTitan imports (`make test` installs it)")
 pytest.importorskip("torchtitan", reason="torchtitan is not installed (pip install -e '.[titan]')")
 
-from torchtitan.components.metrics import DeviceMemStats  # noqa: E402
-from torchtitan.config import ConfigManager  # noqa: E402
-from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention  # noqa: E402
-from torchtitan.models.llama3 import model_registry  # noqa: E402
+from torchtitan.components.metrics import DeviceMemStats
+from torchtitan.config import ConfigManager
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+from torchtitan.models.llama3 import model_registry
 
-from mxfp4.errors import UserError  # noqa: E402
-from mxfp4.studies.scales import get_scale  # noqa: E402
-from mxfp4.adapters import torchtitan as titan  # noqa: E402
+from mxfp4.adapters import torchtitan as titan
+from mxfp4.errors import UserError
+from mxfp4.studies.scales import get_scale
 
 MODULE = ["--module", "mxfp4.training.adapters.torchtitan"]
 
@@ -127,7 +127,9 @@ def test_what_cannot_work_is_refused_before_anything_is_built():
     with pytest.raises(ValueError, match=r"layers.0.feed_forward.w1.*100"):
         titan.MXFP4LinearConverter.Config(recipe="mxfp4").build().convert(spec.model)
     converted = spec_of("mxfp4+h16").model
-    with pytest.raises(ValueError, match=r"no Linear.Config to convert to 'mxfp4'; .* has 1 Linear.Config, \d+ TitanLinear"):
+    with pytest.raises(
+        ValueError, match=r"no Linear.Config to convert to 'mxfp4'; .* has 1 Linear.Config, \d+ TitanLinear"
+    ):
         titan.MXFP4LinearConverter.Config(recipe="mxfp4").build().convert(converted)
 
 
@@ -177,7 +179,13 @@ def cpu_for_cuda(monkeypatch):
             monkeypatch.setattr(module, name, value, raising=False)
     monkeypatch.setattr(metrics, "build_device_memory_monitor", Memory)
     monkeypatch.setattr(distributed, "set_pg_timeouts", lambda **_: None)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }.items():
         monkeypatch.setenv(name, value)
     yield
     if dist.is_initialized():
@@ -189,7 +197,9 @@ def tokenizer_folder(folder):
 
     (folder / "tokenizer.json").write_bytes(train(["one two three"], 300).to_bytes())
     (folder / "config.json").write_text("{}")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"})
+    )
     return folder
 
 

@@ -95,7 +95,9 @@ def test_an_arm_with_fewer_seeds_is_read_at_the_target_of_all(tmp_path):
     for seed in range(2):
         put(store, config("mxfp4", seed), offset=0.05)
     (study,) = studies(store.load())
-    early, late = (metrics.target_loss(s, "fp8", 0.7) for s in (study, Study(tuple(r for r in study.records if r.config.seed < 2))))
+    early, late = (
+        metrics.target_loss(s, "fp8", 0.7) for s in (study, Study(tuple(r for r in study.records if r.config.seed < 2)))
+    )
     means = [bootstrap.overheads(study, "mxfp4", "fp8", target, 0.7, (0, 1)).mean() for target in (early, late)]
     assert early > late + 0.1 and means[0] < 0.7 * means[1]
     assert means[0] == pytest.approx(metrics.overhead(study, arm="mxfp4").value, rel=0.02)
@@ -126,7 +128,10 @@ def test_scatter_of_many_arms_keeps_chance_from_holding(tmp_path):
     bootstrap alone calls a quarter of them different; with the floor the share is that of the level."""
     rng, told, alone = np.random.default_rng(4), [], []
     for i in range(12):
-        store, names = Store(tmp_path / str(i)), [f"mxfp4+h{n}" for n in (16, 32, 64, 128)] + ["bf16", "fp8", "mxfp4", "mxfp4+sr"]
+        store, names = (
+            Store(tmp_path / str(i)),
+            [f"mxfp4+h{n}" for n in (16, 32, 64, 128)] + ["bf16", "fp8", "mxfp4", "mxfp4+sr"],
+        )
         for name in names:
             for seed in range(3):
                 put(store, config(name, seed), offset=rng.normal(0, 0.02))
@@ -149,7 +154,9 @@ def test_noise_of_means_has_students_spread():
     found = bootstrap.scatter(table)
     assert found.freedom == 15 and not found.apart
     low, high = bootstrap.interval(one - other)  # of an arm and one that is not in the table: the pool's
-    assert high == pytest.approx(2.131 * found.sd * math.sqrt(2 / 4), rel=0.03) and low == pytest.approx(-high, rel=0.05)
+    assert high == pytest.approx(2.131 * found.sd * math.sqrt(2 / 4), rel=0.03) and low == pytest.approx(
+        -high, rel=0.05
+    )
     assert bootstrap.run_noise(table[:1], ["arm0"]) is None and bootstrap.run_noise(table[[0]], ["arm0"]) is None
     assert bootstrap.run_noise(table[:0], ["arm0"]) is None
 
@@ -172,7 +179,15 @@ def test_one_wild_arm_of_four_is_found():
 
 
 @pytest.mark.parametrize(
-    "arms, seeds, times, least", [(45, 3, 1.0, 0.95), (45, 3, 2.0, 0.91), (10, 3, 3.0, 0.87), (8, 2, 1.0, 0.95), (8, 2, 2.0, 0.91), (2, 3, 1.0, 0.92)]
+    "arms, seeds, times, least",
+    [
+        (45, 3, 1.0, 0.95),
+        (45, 3, 2.0, 0.91),
+        (10, 3, 3.0, 0.87),
+        (8, 2, 1.0, 0.95),
+        (8, 2, 2.0, 0.91),
+        (2, 3, 1.0, 0.92),
+    ],
 )
 def test_intervals_are_right_as_often_as_they_say(arms, seeds, times, least):
     """600 made-up studies; an arm that scatters `times` as much as the others, too little for a test to find."""

@@ -36,9 +36,7 @@ def store(tmp_path):
 
 def test_holds(store):
     v = verdict("h1-wgrad", fill(store, {**REAL, "mxfp4": lambda s: 1.25 + 0.01 * s}))
-    assert (
-        v.verdict == "holds" and v.effect.low > 0.1 and v.effect.seeds == (0, 1, 2) and v.study.scale == "gpu"
-    )
+    assert v.verdict == "holds" and v.effect.low > 0.1 and v.effect.seeds == (0, 1, 2) and v.study.scale == "gpu"
     assert v.reason == "holds when above 0 % of fp8's tokens"
 
 
@@ -70,11 +68,7 @@ def test_few_tokens_and_other_hardware_are_no_test(store):
 def test_one_seed_only(store):
     fill(store, {**REAL, "mxfp4": 1.25}, seeds=(0,))
     v = verdict("h1-wgrad", store)
-    assert (
-        v.verdict == "not tested at this scale"
-        and v.reason == "needs 3 seeds (here 1)"
-        and v.effect.value > 0.1
-    )
+    assert v.verdict == "not tested at this scale" and v.reason == "needs 3 seeds (here 1)" and v.effect.value > 0.1
     v = verdict("h1-wgrad", store, needs={"seeds": 1})
     assert v.verdict == "not tested at this scale" and "no interval" in v.reason
 
@@ -89,11 +83,7 @@ def test_arms_without_a_shared_seed_have_no_effect(store):
     fill(store, {"fp8": 1.0, "mxfp4-fprop-dgrad": 1.1}, seeds=(0, 1, 2))
     fill(store, {"mxfp4": 1.2}, seeds=(3, 4, 5))
     v = verdict("h1-wgrad", store)
-    assert (
-        v.effect is None
-        and v.verdict in ("undecided", "not tested at this scale")
-        and "does not reach" in v.reason
-    )
+    assert v.effect is None and v.verdict in ("undecided", "not tested at this scale") and "does not reach" in v.reason
 
 
 def test_a_run_that_was_not_probed_is_no_record(store):
@@ -267,9 +257,7 @@ def test_the_books_ledger():
     wanted = set().union(*(set(c.arms) for c in LEDGER.values()))
     from mxfp4.studies.plans import plan
 
-    assert wanted <= {c.recipe for c in plan("all", SCALES["gpu"]).arms}, (
-        "a claim needs an arm that no plan trains"
-    )
+    assert wanted <= {c.recipe for c in plan("all", SCALES["gpu"]).arms}, "a claim needs an arm that no plan trains"
 
 
 def test_the_gpu_scale_is_large_enough_for_the_claims_it_is_to_decide():
@@ -309,10 +297,7 @@ def test_command(store, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "SUGGESTED BY THESE RECORDS" in out and "1 claims: 1 suggested by these records" in out and "diverged" in out
     assert "note: The rule was chosen after records were seen" in out
-    assert (
-        cli.main(["claims", "--id", "h7"]) == 1
-        and "'h7' is not in the ledger; known" in capsys.readouterr().err
-    )
+    assert cli.main(["claims", "--id", "h7"]) == 1 and "'h7' is not in the ledger; known" in capsys.readouterr().err
     assert cli.main(["claims", "--scale", "moon"]) == 1 and "scale 'moon' is not known" in capsys.readouterr().err
 
 
@@ -321,11 +306,7 @@ def test_board_shows_every_claim_escaped(store):
     verdicts = judge_all(LEDGER.values(), store.load())
     verdicts[0] = replace(verdicts[0], reason="<script>")
     page = Board(verdicts)._repr_html_()
-    assert (
-        all(f'id="claim-{name}"' in page for name in LEDGER)
-        and "<script>" not in page
-        and "&lt;script&gt;" in page
-    )
+    assert all(f'id="claim-{name}"' in page for name in LEDGER) and "<script>" not in page and "&lt;script&gt;" in page
     assert page.count('<div class="mx-claim"') == len(LEDGER)
 
 
@@ -390,7 +371,10 @@ def test_claims_of_one_kind_of_study_are_not_decided_by_another(store):
     few = {"parameters": 20_000_000, "tokens": 1, "seeds": 3}
     arms = {"bf16": 1.0, "ti2d": 1.001, "fp8": 1.0, "mxfp4": 1.25, "mxfp4-fprop-dgrad": 1.1}
     fill(store, arms, model=replace(BIG, n_experts=8))
-    assert verdict("p2-experts", store, needs={**few, "model": "experts"}).verdict == "holds" and verdict("p2-perplexity", store, needs=few).verdict == "no records"
+    assert (
+        verdict("p2-experts", store, needs={**few, "model": "experts"}).verdict == "holds"
+        and verdict("p2-perplexity", store, needs=few).verdict == "no records"
+    )
     fill(store, arms, corpus="synthetic")
     assert verdict("h1-known-entropy", store).verdict == "holds" and verdict("h1-wgrad", store).verdict == "no records"
     fill(store, {"ti2d": 1.3, "bf16": 1.0})

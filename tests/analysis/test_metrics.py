@@ -22,15 +22,10 @@ def study_of(tmp_path, slowdowns, **options):
 def test_overhead_recovers_the_slowdown(tmp_path):
     study = study_of(tmp_path, {"fp8": 1.0, "mxfp4": 1.25, "mxfp4+h16": lambda s: 1.08 + 0.01 * s})
     effect = metrics.overhead(study, arm="mxfp4")
-    assert (
-        effect.value == pytest.approx(0.25, abs=0.01) and effect.seeds == (0, 1, 2) and effect.unit == "share"
-    )
+    assert effect.value == pytest.approx(0.25, abs=0.01) and effect.seeds == (0, 1, 2) and effect.unit == "share"
     assert metrics.overhead(study, arm="fp8").value == pytest.approx(0, abs=1e-9)
     difference = metrics.overhead_difference(study, arm="mxfp4", against="mxfp4+h16")
-    assert (
-        difference.value == pytest.approx(0.16, abs=0.01)
-        and difference.low < difference.value < difference.high
-    )
+    assert difference.value == pytest.approx(0.16, abs=0.01) and difference.low < difference.value < difference.high
 
 
 def test_an_arm_that_misses_the_target_gives_a_bound(tmp_path):
@@ -84,9 +79,7 @@ def test_losses_are_paired_by_seed(tmp_path):
 
 
 def test_divergence_is_infinitely_worse(tmp_path):
-    study = study_of(
-        tmp_path, {"bf16": 1.0, "mxfp4": math.inf, "mxfp4+sr": lambda s: math.inf if s == 1 else 1.1}
-    )
+    study = study_of(tmp_path, {"bf16": 1.0, "mxfp4": math.inf, "mxfp4+sr": lambda s: math.inf if s == 1 else 1.1})
     effect = metrics.loss_difference(study, arm="mxfp4", against="bf16")
     assert effect.value == effect.low == effect.high == math.inf and "mxfp4 diverged" in effect.note
     mixed = metrics.loss_difference(study, arm="mxfp4+sr", against="bf16")
@@ -109,9 +102,7 @@ def test_remaining_gap(tmp_path):
         put(store, config("mxfp4+h16", seed), offset=0.03)
     (study,) = studies(store.load())
     effect = metrics.remaining_gap(study, arm="mxfp4+h16", against="mxfp4")
-    assert (
-        effect.value == pytest.approx(0.03 / 0.11, rel=1e-6) and effect.low < effect.value < effect.high < 0.5
-    )
+    assert effect.value == pytest.approx(0.03 / 0.11, rel=1e-6) and effect.low < effect.value < effect.high < 0.5
     with pytest.raises(NoEffect, match="fp8 ends where fp8 does: there is no gap to have a share of"):
         metrics.remaining_gap(study, arm="mxfp4", against="fp8")
 
@@ -129,7 +120,9 @@ def test_published_order(tmp_path):
     assert metrics.published_order(study_of(tmp_path / "a", right)).value == 1
     wrong = {**right, "mxfp4": 1.02, "mxfp4+sr": 1.01}
     assert metrics.published_order(study_of(tmp_path / "b", wrong)).value < 0.7
-    unsure = metrics.published_order(study_of(tmp_path / "c", {**right, "mxfp4": lambda seed: (1.02, 1.265, 1.265)[seed]}))
+    unsure = metrics.published_order(
+        study_of(tmp_path / "c", {**right, "mxfp4": lambda seed: (1.02, 1.265, 1.265)[seed]})
+    )
     assert unsure.high == 1 and 0 <= unsure.low < unsure.value
 
 
@@ -144,13 +137,9 @@ def test_probes(tmp_path):
     store = Store(tmp_path)
     rows = probe_rows("pattern_next", {"mxfp4+h16": 0.9, "mxfp4+rht16": 0.1})
     put(store, config("bf16", probe_steps=(100, 500)), probes=rows)
-    put(
-        store, config("bf16")
-    )  # the same arm unprobed: another key, the same study, and it must not hide the probes
+    put(store, config("bf16"))  # the same arm unprobed: another key, the same study, and it must not hide the probes
     (study,) = studies(store.load())
-    a = metrics.probe(
-        study, metric="pattern_next", probed="bf16", recipe="mxfp4+h16", gemm="wgrad", tensor="dw"
-    )
+    a = metrics.probe(study, metric="pattern_next", probed="bf16", recipe="mxfp4+h16", gemm="wgrad", tensor="dw")
     assert a.value == pytest.approx(0.9) and a.unit == "cosine" and a.over == "4 layers" and a.seeds == (0,)
     d = metrics.probe_difference(
         study,
@@ -188,9 +177,7 @@ def test_end_to_end_is_p1s_arithmetic(tmp_path):
     effect = metrics.end_to_end(study, arm="mxfp4+h16")
     assert effect.value == pytest.approx(1.21 / 1.08, abs=0.01)
     slow = metrics.end_to_end(study_of(tmp_path / "slow", {"fp8": 1.0, "mxfp4+h16": 2.0}), arm="mxfp4+h16")
-    assert (
-        slow.low == 0 and slow.high < 1
-    )  # an overhead without a known end leaves a gain without a lower one
+    assert slow.low == 0 and slow.high < 1  # an overhead without a known end leaves a gain without a lower one
 
 
 def test_only_arms_that_had_their_device_alone_are_compared_in_speed(tmp_path):

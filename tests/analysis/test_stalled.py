@@ -70,7 +70,9 @@ def test_the_advance_is_held_against_five_percent():
     def advancing(rate: float):
         return lambda t: reference(0.1 + rate * (t - 0.75)) if t > 0.74 else reference(0.1)
 
-    fine = stalled.mean_curve([pd.DataFrame({"tokens": (t := np.linspace(0, 1, 4001)) * BUDGET, "eval_loss": [reference(x) for x in t]})])
+    fine = stalled.mean_curve(
+        [pd.DataFrame({"tokens": (t := np.linspace(0, 1, 4001)) * BUDGET, "eval_loss": [reference(x) for x in t]})]
+    )
     assert stalled.is_stalled(made(advancing(0.04)), fine, BUDGET)
     assert not stalled.is_stalled(made(advancing(0.06)), fine, BUDGET)
 

@@ -90,7 +90,9 @@ def test_the_cost_of_sr_is_told_in_both_losses(tmp_path):
         put(store, config("mxfp4", seed))
         put(store, config("mxfp4+sr", seed), offset=0.04 + 0.001 * seed, training=3.09 + 0.001 * seed)
     row = sr_cost.sr_cost_frame(study_of(store)).iloc[0]
-    assert float(row["cost"].split()[0]) == pytest.approx(0.041) and float(row["training"].split()[0]) == pytest.approx(0.091)
+    assert float(row["cost"].split()[0]) == pytest.approx(0.041) and float(row["training"].split()[0]) == pytest.approx(
+        0.091
+    )
 
 
 def test_a_gap_that_shrinks_in_evaluation_alone_is_told_from_one_that_shrinks(tmp_path):
@@ -99,7 +101,12 @@ def test_a_gap_that_shrinks_in_evaluation_alone_is_told_from_one_that_shrinks(tm
         model = replace(config("fp8").model, n_layers=layers)
         for seed in range(3):
             put(store, config("fp8", seed, model=model))
-            put(store, config("mxfp4", seed, model=model), offset=0.06 - 0.02 * i + 1e-4 * seed, training=3.1 + 1e-4 * seed * (i - 1))
+            put(
+                store,
+                config("mxfp4", seed, model=model),
+                offset=0.06 - 0.02 * i + 1e-4 * seed,
+                training=3.1 + 1e-4 * seed * (i - 1),
+            )
     sizes = sorted(studies(store.load()), key=lambda s: s.parameters)
     found = scaling.trend(sizes, ["mxfp4"])
     evaluated, trained = found.text.split(" In training loss, on batches that all arms share, ")

@@ -62,7 +62,9 @@ def shown(path, patch, scale: str = "gpu") -> list:
 def stopping(half, tmp_path_factory):
     """Beside those runs all of scale mi355x, made small: they stop at a target, reached within half of the budget, and
     are not probed."""
-    small = replace(CPU, name="mi355x", seeds={"": (0,)}, settings={}, probe_steps=(), target_loss=3.7, stop_at_target=True)
+    small = replace(
+        CPU, name="mi355x", seeds={"": (0,)}, settings={}, probe_steps=(), target_loss=3.7, stop_at_target=True
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SCALES, "mi355x", small)
         put_arms(Store(), list(plan("all", "mi355x").arms))

@@ -5,15 +5,15 @@ import re
 import warnings
 
 import pytest
-from tests.fakes.studies import put
-from tests.publish.test_notebook import project, write  # noqa: F401
-from tests.studies.test_arm_queue import CORPUS, small
 
 from mxfp4 import cli, errors
 from mxfp4.errors import Notice, print_notices
 from mxfp4.publish.notebook import run_notebook
 from mxfp4.studies.runner import run_plan
 from mxfp4.studies.store import Store
+from tests.fakes.studies import put
+from tests.publish.test_notebook import project, write  # noqa: F401
+from tests.studies.test_arm_queue import CORPUS, small
 
 
 @pytest.fixture
@@ -60,7 +60,9 @@ def test_a_notebook_shows_it_as_one_line(project):  # noqa: F811
     done = run_notebook(write(project, code, "Store().load()\nStore().load('cpu')", "Store().load()\nprint(1)"))
     outputs = [o for cell in json.loads(done.path.read_text())["cells"] for o in cell.get("outputs", [])]
     said = "".join("".join(o["text"]) for o in outputs if o.get("name") == "stderr")
-    assert re.fullmatch(r"warning: record runs/records/cpu/\S+ has no readable record.json: .*; restore the folder .*\n", said)
+    assert re.fullmatch(
+        r"warning: record runs/records/cpu/\S+ has no readable record.json: .*; restore the folder .*\n", said
+    )
 
 
 def test_other_warnings_and_other_ranks(monkeypatch, capsys):

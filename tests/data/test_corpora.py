@@ -67,9 +67,7 @@ def test_wheel_on_sys_path_is_found(tiny_wheel, monkeypatch):
 
 def test_missing_wheel_names_make_data(tmp_path, monkeypatch):
     monkeypatch.setenv("MXFP4_DATA", str(tmp_path))
-    with pytest.raises(
-        UserError, match="tiny-corpus-for-tests==1.0 is not installed: run `make data`"
-    ) as error:
+    with pytest.raises(UserError, match="tiny-corpus-for-tests==1.0 is not installed: run `make data`") as error:
         list(prose_wheels.documents(TINY))
     one_line(error)
 
@@ -172,8 +170,7 @@ def test_technical_documents_have_no_markup():
 def write_shard(root, name: str, texts: list[str]) -> None:
     (root / "en").mkdir(exist_ok=True)
     rows = "".join(
-        json.dumps({"text": t, "timestamp": "2019-04-25T12:57:54Z", "url": "http://example.com"}) + "\n"
-        for t in texts
+        json.dumps({"text": t, "timestamp": "2019-04-25T12:57:54Z", "url": "http://example.com"}) + "\n" for t in texts
     )
     (root / "en" / name).write_bytes(gzip.compress(rows.encode()))
 
@@ -186,9 +183,7 @@ def mirror(tmp_path, monkeypatch):
     root = tmp_path / "c4"
     root.mkdir()
     for i in (4, 5):
-        write_shard(
-            root, f"c4-train.{i:05d}-of-01024.json.gz", [f"train {i} {j}" for j in range(30)] + ["held 1"]
-        )
+        write_shard(root, f"c4-train.{i:05d}-of-01024.json.gz", [f"train {i} {j}" for j in range(30)] + ["held 1"])
     for i in (0, 1):
         write_shard(root, f"c4-validation.{i:05d}-of-00008.json.gz", [f"held {i}", f"held {i} more"])
     return root

@@ -70,13 +70,17 @@ def not_json(data: bytes) -> bytes:
     return gzip.compress(gzip.decompress(data)[:500] + b'{"text": "half a row')
 
 
-@pytest.mark.parametrize("damage", [truncated, flipped, not_json, lambda data: b""], ids=["truncated", "flipped", "json", "empty"])
+@pytest.mark.parametrize(
+    "damage", [truncated, flipped, not_json, lambda data: b""], ids=["truncated", "flipped", "json", "empty"]
+)
 def test_a_damaged_shard_is_named_and_packing_goes_on_after_it(mirror, whole, damage):
     fingerprint, tokenizer = whole
     file = mirror / "en" / train_file(5)
     good = file.read_bytes()
     file.write_bytes(damage(good))
-    with pytest.raises(UserError, match=rf"{train_file(5)} could not be read .*again; `mxfp4 prepare` then goes on") as error:
+    with pytest.raises(
+        UserError, match=rf"{train_file(5)} could not be read .*again; `mxfp4 prepare` then goes on"
+    ) as error:
         pack(mirror, tokenizer=tokenizer)
     assert "\n" not in str(error.value)
     assert [parts for _, parts, _ in unfinished()] == [2]  # validation and shard 4
@@ -94,7 +98,9 @@ def test_half_a_shard_is_refused_and_nothing_of_it_kept(mirror, whole):
     file = mirror / "en" / train_file(5)
     good = file.read_bytes()
     shard(mirror, train_file(5), [f"train text 5 {j}" for j in range(30)])
-    with pytest.raises(UserError, match=rf"{train_file(5)} holds 30 documents, 60 are right: fetch it .*goes on") as error:
+    with pytest.raises(
+        UserError, match=rf"{train_file(5)} holds 30 documents, 60 are right: fetch it .*goes on"
+    ) as error:
         pack(mirror, tokenizer=tokenizer)
     assert "\n" not in str(error.value) and [parts for _, parts, _ in unfinished()] == [2]
     file.write_bytes(good)
@@ -193,7 +199,9 @@ def hub(monkeypatch):
 
 def test_a_hub_that_throttles_at_once(hub):
     hub.status = 429
-    with pytest.raises(UserError, match=r"throttles \(HTTP 429\): wait .*`hf auth login`.* goes on where it stopped") as error:
+    with pytest.raises(
+        UserError, match=r"throttles \(HTTP 429\): wait .*`hf auth login`.* goes on where it stopped"
+    ) as error:
         C4().parts()
     assert "\n" not in str(error.value)
 
@@ -225,7 +233,10 @@ class Refused(Exception):
 @pytest.mark.parametrize(
     ("status", "gone", "said"),
     [(status, False, said) for status, said in SAID.items()]
-    + [(None, True, "cannot be reached any more.* it goes on where it stopped"), (None, False, r"Refused: and more\): run .* it goes on")],
+    + [
+        (None, True, "cannot be reached any more.* it goes on where it stopped"),
+        (None, False, r"Refused: and more\): run .* it goes on"),
+    ],
 )
 def test_a_hub_that_fails_in_the_middle_of_a_shard(hub, monkeypatch, status, gone, said):
     rows = type("Rows", (), {})()
@@ -302,7 +313,9 @@ def test_a_hub_whose_front_page_is_closed_may_still_have_the_tokenizer(no_tokeni
 
 def test_no_network_for_the_tokenizer(no_tokenizer, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match="no answer from http://127.0.0.1:9 .*: run `mxfp4 prepare` again once there is, or point"):
+    with pytest.raises(
+        UserError, match="no answer from http://127.0.0.1:9 .*: run `mxfp4 prepare` again once there is, or point"
+    ):
         load_llama()
 
 

@@ -107,7 +107,9 @@ def test_the_hash_is_even():
     values = mix(torch.arange(1 << 16), 0, 0)
     assert int(values.min()) >= 0 and int(values.max()) < 1 << 32
     counts = torch.bincount(values >> 28, minlength=16).double()
-    assert float(((counts - 4096) ** 2 / 4096).sum()) < 40  # chi-square of 15 degrees of freedom: beyond it once in 2,000
+    assert (
+        float(((counts - 4096) ** 2 / 4096).sum()) < 40
+    )  # chi-square of 15 degrees of freedom: beyond it once in 2,000
 
 
 @pytest.mark.parametrize(

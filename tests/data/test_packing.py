@@ -91,9 +91,7 @@ def test_tokenizer_sees_training_text_alone(tmp_path):
 
     class Secret(Tiny):
         def texts(self, split, name):
-            return (
-                ["zyzzyva zyzzyva zyzzyva " * 20] * 9 if split == "validation" else ["plain words here"] * 30
-            )
+            return ["zyzzyva zyzzyva zyzzyva " * 20] * 9 if split == "validation" else ["plain words here"] * 30
 
     tok = prepare(Secret(), VOCAB, root=tmp_path, progress=False).tokenizer
     assert len(tok.encode("zyzzyva")) == len("zyzzyva")

@@ -19,7 +19,24 @@ from mxfp4.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 RULES = FileRules()
-WORDS = "load store parse render merge split query index cache route token frame shape block scale round".split()
+WORDS = [
+    "load",
+    "store",
+    "parse",
+    "render",
+    "merge",
+    "split",
+    "query",
+    "index",
+    "cache",
+    "route",
+    "token",
+    "frame",
+    "shape",
+    "block",
+    "scale",
+    "round",
+]
 
 
 def module(name: str, functions: int = 12) -> str:

@@ -40,9 +40,7 @@ def test_round_trip(tok, text):
 def test_round_trip_of_random_unicode(tok):
     rng = random.Random(0)
     for _ in range(200):
-        text = "".join(
-            chr(rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)])) for _ in range(20)
-        )
+        text = "".join(chr(rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)])) for _ in range(20))
         assert tok.decode(tok.encode(text)) == text
 
 

@@ -174,7 +174,17 @@ def layer(seed=0) -> Captured:
 
 @pytest.mark.parametrize(
     "name",
-    ["mxfp4", "mxfp4+sr", "mxfp4+h16", "mxfp4+rht16+sr", "mxfp4+2d", "mxfp4+2d+hh16", "mxfp4+sr+prescale", "nvfp4", "ti2d"],
+    [
+        "mxfp4",
+        "mxfp4+sr",
+        "mxfp4+h16",
+        "mxfp4+rht16+sr",
+        "mxfp4+2d",
+        "mxfp4+2d+hh16",
+        "mxfp4+sr+prescale",
+        "nvfp4",
+        "ti2d",
+    ],
 )
 def test_parts_of_every_fp4_operand_add_up_to_its_squared_error(name):
     c, r = layer(), recipe(name)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mxfp4.diagnostics.extra_backward import capturing, gradients, quantized_layers, recipe_of, swapped, untouched
-from mxfp4.layers.linear import convert, set_step
+from mxfp4.layers.convert import convert
+from mxfp4.layers.linear import set_step
 from mxfp4.layers.recipe import recipe
 from mxfp4.training.evaluation import token_loss
 from mxfp4.training.model import build_model

@@ -24,7 +24,8 @@ def same(op: Operand) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    "name", ["mxfp4", "mxfp4+h16", "mxfp4+rht16", "mxfp4+frht32", "mxfp4+2d", "mxfp4+2d+hh16", "mxfp4+sr+prescale", "fp8"]
+    "name",
+    ["mxfp4", "mxfp4+h16", "mxfp4+rht16", "mxfp4+frht32", "mxfp4+2d", "mxfp4+2d+hh16", "mxfp4+sr+prescale", "fp8"],
 )
 def test_prepared_operands_lie_near_the_unquantized_ones_in_the_same_basis_and_return(name):
     c, r = layer(), recipe(name)

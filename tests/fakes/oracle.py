@@ -130,9 +130,7 @@ def to_fp32(v: Fraction) -> float:
     return float(v)
 
 
-def philox4x32(
-    counter: tuple[int, int, int, int], key: tuple[int, int], rounds: int
-) -> tuple[int, int, int, int]:
+def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int], rounds: int) -> tuple[int, int, int, int]:
     """Philox4x32 of Salmon et al., SC 2011, figure 4, in Python integers."""
     c, (k0, k1) = list(counter), key
     for _ in range(rounds):

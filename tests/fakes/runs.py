@@ -16,7 +16,8 @@ import torch
 
 from mxfp4.data.synthetic import SyntheticCorpus
 from mxfp4.diagnostics.probe import Probe
-from mxfp4.layers.linear import convert, set_step
+from mxfp4.layers.convert import convert
+from mxfp4.layers.linear import set_step
 from mxfp4.studies.plans import plan
 from mxfp4.studies.store import Store
 from mxfp4.training.config import TrainConfig

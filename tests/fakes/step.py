@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mxfp4.layers.linear import convert, weights_kept
+from mxfp4.layers.convert import convert
+from mxfp4.layers.linear import weights_kept
 from mxfp4.training import evaluation
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.execution.distributed import Ranks

@@ -28,7 +28,5 @@ def block(draw, special: bool = False) -> list[float]:
     )  # fmt: skip
     element = st.one_of(element, st.sampled_from([0.0, -0.0]))
     if special:
-        element = st.one_of(
-            element, element, element, st.sampled_from([float("nan"), float("inf"), float("-inf")])
-        )
+        element = st.one_of(element, element, element, st.sampled_from([float("nan"), float("inf"), float("-inf")]))
     return draw(st.lists(element, min_size=32, max_size=32))

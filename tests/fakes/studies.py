@@ -10,9 +10,7 @@ from mxfp4.studies.store import Store
 from mxfp4.training.config import ModelConfig, TrainConfig
 from mxfp4.training.protocols import TrainResult
 
-BIG = ModelConfig(
-    vocab_size=64, dim=512, n_layers=10, n_heads=8, n_kv_heads=4, ffn_dim=1408, max_seq_len=1024
-)
+BIG = ModelConfig(vocab_size=64, dim=512, n_layers=10, n_heads=8, n_kv_heads=4, ffn_dim=1408, max_seq_len=1024)
 """Large enough for the ledger's `trend`; nothing of it is ever built."""
 SMALL = ModelConfig(vocab_size=64, dim=64, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=64, max_seq_len=1024)
 
@@ -60,8 +58,20 @@ def curve(
 
 
 def put(
-    store: Store, c: TrainConfig, *, slowdown=1.0, offset=0.0, diverged_at=None, probes=(), speed=1000.0, arms_on_device=1,
-    windows=(-0.3, -0.1, 0.15, 0.25), corpus="fake", wobble=(), ranks=None, training=3.0,
+    store: Store,
+    c: TrainConfig,
+    *,
+    slowdown=1.0,
+    offset=0.0,
+    diverged_at=None,
+    probes=(),
+    speed=1000.0,
+    arms_on_device=1,
+    windows=(-0.3, -0.1, 0.15, 0.25),
+    corpus="fake",
+    wobble=(),
+    ranks=None,
+    training=3.0,
     flat=None,
 ) -> None:
     """windows: what each evaluation window's loss is above their mean, at the end. wobble: added to the evaluations."""
@@ -81,15 +91,18 @@ def put(
         "final_bpb": 1.0,
         "target": None,
     }
-    timings = {"train_seconds": 1.0, "evaluate_seconds": 0.1, "tokens_per_second": speed, "arms_on_device": arms_on_device}
+    timings = {
+        "train_seconds": 1.0,
+        "evaluate_seconds": 0.1,
+        "tokens_per_second": speed,
+        "arms_on_device": arms_on_device,
+    }
     timings |= {} if ranks is None else {"ranks": ranks}
     windows = [rows[-1]["eval_loss"] + spread for spread in windows]
     store.put(c, TrainResult(rows, list(probes), windows, outcome, timings, None), "cpu", corpus=corpus)
 
 
-def fill(
-    store: Store, slowdowns: Mapping[str, float | Callable[[int], float]], *, seeds=(0, 1, 2), **changes
-) -> Store:
+def fill(store: Store, slowdowns: Mapping[str, float | Callable[[int], float]], *, seeds=(0, 1, 2), **changes) -> Store:
     """A record for each recipe and seed: a slowdown, or a function of the seed; infinite diverges at half of
     the budget."""
     for recipe, slowdown in slowdowns.items():

@@ -33,21 +33,26 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from mxfp4.bench import results as bench  # noqa: E402
-from mxfp4.studies.scales import MI355X  # noqa: E402
+from mxfp4.data.synthetic import SyntheticCorpus  # noqa: E402
 from mxfp4.numerics.native import fp8_path, matmul_path  # noqa: E402
+from mxfp4.studies.scales import MI355X  # noqa: E402
 from mxfp4.training import run_state  # noqa: E402
 from mxfp4.training.checkpoints import checkpoint, sharded  # noqa: E402
-from mxfp4.training.execution import distributed  # noqa: E402
-from mxfp4.training.config import TrainConfig  # noqa: E402
-from mxfp4.training.loop import train  # noqa: E402
-from mxfp4.training.run_state import FETCH_EVERY  # noqa: E402
-from mxfp4.training.memory import estimate  # noqa: E402
 from mxfp4.training.checkpoints.resume import Checkpoints  # noqa: E402
-from mxfp4.data.synthetic import SyntheticCorpus  # noqa: E402
+from mxfp4.training.config import TrainConfig  # noqa: E402
+from mxfp4.training.execution import distributed  # noqa: E402
+from mxfp4.training.loop import train  # noqa: E402
+from mxfp4.training.memory import estimate  # noqa: E402
+from mxfp4.training.run_state import FETCH_EVERY  # noqa: E402
 
 WARM_UP = 20  # steps; a multiple of FETCH_EVERY, so that the device is waited for at both ends of what is timed
 PATIENCE = 10  # seconds that the other ranks have to end in once one has failed
-PRELOAD = ["mxfp4.studies.scales", "mxfp4.training.loop", "mxfp4.training.checkpoints.sharded", "torch.distributed.fsdp"]
+PRELOAD = [
+    "mxfp4.studies.scales",
+    "mxfp4.training.loop",
+    "mxfp4.training.checkpoints.sharded",
+    "torch.distributed.fsdp",
+]
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -236,7 +241,7 @@ def launch(args: argparse.Namespace, recipe: str, killed: bool, size: int) -> di
         if killed and all(rank.exitcode == 0 for rank in ranks):
             print(f"{recipe}: no checkpoint was whole before the last step, {args.steps}", file=sys.stderr)
         as_meant = all(rank.exitcode == (-signal.SIGKILL if killed else 0) for rank in ranks)
-        if not as_meant or killed and not (meeting / "killed").exists():
+        if not as_meant or (killed and not (meeting / "killed").exists()):
             return None
         return json.loads((meeting / "figures.json").read_text())
 

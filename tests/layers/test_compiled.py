@@ -8,9 +8,7 @@ from mxfp4.training.config import ModelConfig
 from mxfp4.training.evaluation import token_loss
 from mxfp4.training.model import build_model
 
-CONFIG = ModelConfig(
-    vocab_size=64, dim=64, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=128, max_seq_len=32
-)
+CONFIG = ModelConfig(vocab_size=64, dim=64, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=128, max_seq_len=32)
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +32,9 @@ def gradients(name: str, compiled: bool, autocast: bool, tokens: torch.Tensor) -
 
 # A compiler fuses BF16 roundings away, which moves some values across an FP4 rounding boundary, hence the second bound.
 # Without autocast the layers' FP32 products need no cast: there PyTorch 2.11 lost every gradient (`matmul.as_dtype`).
-@pytest.mark.parametrize("name, autocast, error", [("bf16", True, 0.02), ("mxfp4+h16", True, 0.35), ("bf16", False, 0.02)])
+@pytest.mark.parametrize(
+    "name, autocast, error", [("bf16", True, 0.02), ("mxfp4+h16", True, 0.35), ("bf16", False, 0.02)]
+)
 def test_every_parameter_gets_the_eager_gradient(name, autocast, error):
     tokens = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(0))
     eager, compiled = (gradients(name, c, autocast, tokens) for c in (False, True))

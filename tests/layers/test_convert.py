@@ -18,7 +18,9 @@ class Conv1D(nn.Module):
 def test_a_converted_model_is_refused_rather_than_left_with_its_recipe():
     model = convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "mxfp4+h16", lambda m, fqn: fqn == "0")
     for name in ("mxfp4", "mxfp4+h16"):
-        with pytest.raises(ValueError, match=r"^1 layers are MXFP4Linear already, '0' with recipe 'mxfp4\+h16': [^\n]*$"):
+        with pytest.raises(
+            ValueError, match=r"^1 layers are MXFP4Linear already, '0' with recipe 'mxfp4\+h16': [^\n]*$"
+        ):
             convert(model, name)
         assert type(model[1]) is nn.Linear
     convert(model, "fp8", lambda m, fqn: fqn == "1")  # the others

@@ -14,7 +14,6 @@ from mxfp4.layers.gemms import operand
 from mxfp4.numerics.native import fp8_path
 from tests.fakes import oracle
 
-
 gpu = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 )

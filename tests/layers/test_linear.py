@@ -11,7 +11,18 @@ import mxfp4
 from mxfp4 import Gemm, MXFP4Linear, Operand, Recipe, convert, quantize, recipe, set_step
 from mxfp4.layers.gemms import token_multiple
 
-NAMES = ["bf16", "fp8", "mxfp4-fprop", "mxfp4-wgrad", "mxfp4", "mxfp4+sr", "mxfp4+rht16", "mxfp4+h16", "mxfp4+h32", "ti2d"]
+NAMES = [
+    "bf16",
+    "fp8",
+    "mxfp4-fprop",
+    "mxfp4-wgrad",
+    "mxfp4",
+    "mxfp4+sr",
+    "mxfp4+rht16",
+    "mxfp4+h16",
+    "mxfp4+h32",
+    "ti2d",
+]
 
 
 def run(layer, x, grad):
@@ -175,7 +186,9 @@ def test_fp32_masters_under_autocast(name):
 def test_one_gemm_in_high_precision_under_autocast():
     quantized, high = Operand("mxfp4"), Operand("fp32")
     for which in ("fprop", "dgrad", "wgrad"):
-        gemms = {g: Gemm(high, quantized) if g == which else Gemm(quantized, quantized) for g in ("fprop", "dgrad", "wgrad")}
+        gemms = {
+            g: Gemm(high, quantized) if g == which else Gemm(quantized, quantized) for g in ("fprop", "dgrad", "wgrad")
+        }
         layer = MXFP4Linear(64, 64, recipe=Recipe("mixed", **gemms))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = layer(torch.randn(32, 64)).float().sum()
@@ -244,7 +257,9 @@ def test_convert_leaves_head_embedding_and_filtered_layers_alone():
         def __init__(self):
             super().__init__()
             self.tok_embeddings = nn.Embedding(50, 64)
-            self.layers = nn.ModuleList([nn.ModuleDict({"wq": nn.Linear(64, 64), "w1": nn.Linear(64, 64)}) for _ in range(2)])
+            self.layers = nn.ModuleList(
+                [nn.ModuleDict({"wq": nn.Linear(64, 64), "w1": nn.Linear(64, 64)}) for _ in range(2)]
+            )
             self.output = nn.Linear(64, 50)
 
     model = Tiny()
@@ -275,7 +290,9 @@ def test_misfit_features_are_refused_by_name_before_anything_changes():
     assert type(model[1]) is MXFP4Linear
 
 
-@pytest.mark.parametrize("name", ["mxfp4+2d+hh16", "mxfp4+2d+rceil+hh32", "nvfp4-plain", "nvfp4-plain+2d", "mxfp4+prescale+sr"])
+@pytest.mark.parametrize(
+    "name", ["mxfp4+2d+hh16", "mxfp4+2d+rceil+hh32", "nvfp4-plain", "nvfp4-plain+2d", "mxfp4+prescale+sr"]
+)
 def test_two_sided_rotation_nvfp4_and_prescale_come_out_in_the_original_basis_and_scale(name, data):
     """Their products are undone after the GEMM: what remains is an FP4 error, not a rotated or scaled result."""
     x, grad = data
@@ -303,7 +320,9 @@ def test_requantize_takes_the_backward_operands_from_the_forward_ones():
     w = torch.randn(64, 128)
     forward, backward = (v for v, _ in both_operands(w, "w", recipe("mxfp4+rceil+double"), None))
     again = mxfp4.fake_quantize(forward, axis=0, scale_rule="rceil")
-    assert torch.equal(backward.t(), again) and not torch.equal(backward.t(), mxfp4.fake_quantize(w, axis=0, scale_rule="rceil"))
+    assert torch.equal(backward.t(), again) and not torch.equal(
+        backward.t(), mxfp4.fake_quantize(w, axis=0, scale_rule="rceil")
+    )
 
 
 def test_prescale_is_exact_for_bf16_tensors():

@@ -18,7 +18,6 @@ from mxfp4.numerics.ops import packed_operands
 from tests.fakes import triton_kernels as kernels
 from tests.numerics.kernels.test_triton_gemm import needs_dot_scaled, operand
 
-
 NAMES = (
     "bf16", "fp8", "mxfp4-fprop", "mxfp4-dgrad+h16", "mxfp4-wgrad+sr", "mxfp4", "mxfp4+h16", "mxfp4+sr", "mxfp4+rht16",
     "mxfp4+2d", "mxfp4+2d+h16", "mxfp4+2d+hh16", "ti2d", "nvfp4", "tseng", "tetrajet", "quartet",

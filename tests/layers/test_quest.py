@@ -52,7 +52,11 @@ def test_layer_without_quantized_backward_is_straight_through_around_the_project
     """With a backward in high precision the layer is Y = P(X) P(W)^T with straight-through masks, to FP32 rounding."""
     plain = replace(recipe("mxfp4+quest"), **{g: BASES["fp32"][g] for g in ("dgrad", "wgrad")})
     g = torch.Generator().manual_seed(0)
-    x, weight, grad = torch.randn(64, 96, generator=g), torch.randn(32, 96, generator=g), torch.randn(64, 32, generator=g)
+    x, weight, grad = (
+        torch.randn(64, 96, generator=g),
+        torch.randn(32, 96, generator=g),
+        torch.randn(64, 32, generator=g),
+    )
     layer = MXFP4Linear(96, 32, bias=False, recipe=plain)
     with torch.no_grad():
         layer.weight.copy_(weight)
@@ -69,7 +73,11 @@ def test_layer_without_quantized_backward_is_straight_through_around_the_project
 def test_quartet_is_unbiased_in_the_backward_and_draws_anew():
     """Over many draws of signs and rounding, dX is what the straight-through backward gives of the projected weight."""
     g = torch.Generator().manual_seed(0)
-    x, weight, grad = torch.randn(32, 32, generator=g), torch.randn(64, 32, generator=g), torch.randn(32, 64, generator=g)
+    x, weight, grad = (
+        torch.randn(32, 32, generator=g),
+        torch.randn(64, 32, generator=g),
+        torch.randn(32, 64, generator=g),
+    )
     layer = MXFP4Linear(32, 64, bias=False, recipe="quartet")
     with torch.no_grad():
         layer.weight.copy_(weight)
@@ -86,7 +94,9 @@ def test_quartet_is_unbiased_in_the_backward_and_draws_anew():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="in_features=48 is not a multiple of 32, which recipe 'quartet' needs in fprop"):
+    with pytest.raises(
+        ValueError, match="in_features=48 is not a multiple of 32, which recipe 'quartet' needs in fprop"
+    ):
         MXFP4Linear(48, 64, recipe="quartet")
     with pytest.raises(ValueError, match="quest"):
         recipe("mxfp4+quest+double")
@@ -94,4 +104,6 @@ def test_refusals():
 
 def test_the_operator_is_what_a_compiler_is_told_of_any_strides():
     for t in (torch.randn(64, 96), torch.randn(96, 64).t(), torch.randn(64, 96)[:, :64]):
-        torch.library.opcheck(torch.ops.mxfp4.quest.default, (t, torch.bfloat16), test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(
+            torch.ops.mxfp4.quest.default, (t, torch.bfloat16), test_utils=("test_schema", "test_faketensor")
+        )

@@ -46,7 +46,9 @@ def gradients(recipe, keep, parts=3):
     return [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("recipe", ["mxfp4+h16", "mxfp4+sr-grad", "mxfp4+sr", "mxfp4+rht16", "fp8", "mxfp4+2d", "nvfp4"])
+@pytest.mark.parametrize(
+    "recipe", ["mxfp4+h16", "mxfp4+sr-grad", "mxfp4+sr", "mxfp4+rht16", "fp8", "mxfp4+2d", "nvfp4"]
+)
 def test_kept_weights_change_no_bit(recipe, made):
     plain = gradients(recipe, keep=False)
     without = len(made)

@@ -19,9 +19,7 @@ RULES = ("floor", "even", "ceil", "rceil")
 def values() -> torch.Tensor:
     """FP32 in and around the range of every element format, with all midpoints of each grid."""
     g = torch.Generator().manual_seed(0)
-    random = torch.randn(20_000, generator=g) * torch.exp2(
-        torch.randint(-20, 16, (20_000,), generator=g).float()
-    )
+    random = torch.randn(20_000, generator=g) * torch.exp2(torch.randint(-20, 16, (20_000,), generator=g).float())
     grids = [f.values()[: f.max_code + 1] for f in ELEMS.values()]
     middles = [(v[1:] + v[:-1]) / 2 for v in grids]
     every = torch.cat([random, *grids, *middles])
@@ -35,9 +33,7 @@ def blocks() -> torch.Tensor:
         for i, bits in enumerate(case["values"]):
             row[i] = struct.unpack("<f", struct.pack("<I", int(bits, 16)))[0]
     g = torch.Generator().manual_seed(1)
-    random = torch.randn(500, 32, generator=g) * torch.exp2(
-        torch.randint(-100, 101, (500, 1), generator=g).float()
-    )
+    random = torch.randn(500, 32, generator=g) * torch.exp2(torch.randint(-100, 101, (500, 1), generator=g).float())
     return torch.cat([named, random])
 
 
@@ -99,6 +95,4 @@ def test_packed_bytes_and_scales_of_torchao(elem, rule):
     assert torch.equal(q.scale, scale.view(torch.uint8).reshape(q.scale.shape))
     # Where the scale is 2^-127 it divides by FP32's smallest normal number instead: there the oracle decides.
     rows = q.scale[:, 0] > 0
-    assert rows.sum() > 500 and torch.equal(
-        q.qdata[rows], data.view(torch.uint8).reshape(q.qdata.shape)[rows]
-    )
+    assert rows.sum() > 500 and torch.equal(q.qdata[rows], data.view(torch.uint8).reshape(q.qdata.shape)[rows])

@@ -35,12 +35,7 @@ def fixed_input() -> torch.Tensor:
     i = torch.arange(64 * 128)
     noise = (i * 2654435761 + (i * i % 8191) * 40503) & 0xFFFFFFFF
     exponent = 107 + (noise >> 23) % 9 + (i // 512) * 2
-    x = (
-        ((noise >> 31 << 31) | exponent << 23 | noise & 0x7FFFFF)
-        .to(torch.int32)
-        .view(torch.float32)
-        .view(64, 128)
-    )
+    x = ((noise >> 31 << 31) | exponent << 23 | noise & 0x7FFFFF).to(torch.int32).view(torch.float32).view(64, 128)
     x[1, :32] = 0
     x[2, 32:64] *= 2.0**-126
     x[3, 64] = torch.nan
@@ -73,9 +68,7 @@ def digests() -> dict[str, str]:
     table = {f"{e} {r}": digest(e, r, x) for e, r in product(ELEMS, ("nearest", "stochastic"))}
     counter = torch.tensor([42, 0])
     seeds = torch.stack([draw_seed(counter) for _ in range(8)])
-    streams = [
-        mxfp4.fake_quantize(x[8:], rounding="stochastic", seed=s, stream=i) for i, s in enumerate(seeds)
-    ]
+    streams = [mxfp4.fake_quantize(x[8:], rounding="stochastic", seed=s, stream=i) for i, s in enumerate(seeds)]
     table["seeds and streams"] = hashlib.sha256(
         seeds.numpy().tobytes() + torch.stack(streams).numpy().tobytes()
     ).hexdigest()

@@ -30,9 +30,7 @@ def x():
 def test_equals_the_matrix_product(x, size, signed):
     signs = some_signs(size) if signed else None
     matrix = (
-        sylvester(size)
-        if signs is None
-        else torch.diag(torch.tensor(signs, dtype=torch.float64)) @ sylvester(size)
+        sylvester(size) if signs is None else torch.diag(torch.tensor(signs, dtype=torch.float64)) @ sylvester(size)
     )
     want = (x.double().view(24, -1, size) @ matrix).view(24, 256)
     got = hadamard_transform(x, Hadamard(size, signs))
@@ -96,8 +94,7 @@ def test_cancels_in_a_gemm(x, size, signs):
     assert (
         signs != "seed"
         or (  # other signs on one side: nothing cancels
-            (hadamard_transform(x, h, seed=8).double() @ hadamard_transform(w, h, seed=9).double().t())
-            - exact
+            (hadamard_transform(x, h, seed=8).double() @ hadamard_transform(w, h, seed=9).double().t()) - exact
         )
         .abs()
         .max()
@@ -157,9 +154,7 @@ def test_numpy_numbers_and_vectors_are_normalised():
     numpy = pytest.importorskip("numpy")
     h = Hadamard(numpy.int64(16), numpy.array(some_signs(16), dtype=float))
     assert h == Hadamard(16, some_signs(16)) and type(h.size) is int and all(type(s) is int for s in h.signs)
-    assert Hadamard(16, torch.tensor(some_signs(16))) == h and hash(h) == hash(
-        Hadamard(16, list(some_signs(16)))
-    )
+    assert Hadamard(16, torch.tensor(some_signs(16))) == h and hash(h) == hash(Hadamard(16, list(some_signs(16))))
 
 
 @pytest.mark.parametrize("size", [0, 8, 24, 256, -16])
@@ -174,9 +169,7 @@ def test_sizes_of_other_types(size):
         Hadamard(size)
 
 
-@pytest.mark.parametrize(
-    "signs", ["random", 5, 1.0, (1,) * 15, (0,) * 16, (1.5,) * 16, (2,) * 16, torch.ones(32), ()]
-)
+@pytest.mark.parametrize("signs", ["random", 5, 1.0, (1,) * 15, (0,) * 16, (1.5,) * 16, (2,) * 16, torch.ones(32), ()])
 def test_other_signs(signs):
     with pytest.raises(ValueError, match="Hadamard signs must be None, 'seed' or 16 numbers [+]1 or -1, got"):
         Hadamard(16, signs)

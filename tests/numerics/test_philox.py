@@ -34,9 +34,7 @@ word = st.one_of(st.integers(0, ONES), st.sampled_from([0, 1, 2**31 - 1, 2**31, 
 @given(seed=st.integers(-(2**63), 2**64 - 1), index=st.integers(0, 2**63 - 1), purpose=word, stream=word)
 def test_any_counter_and_key(seed, index, purpose, stream):
     ours = philox(as_seed(seed, CPU), torch.tensor([index]), purpose, stream)
-    theirs = philox4x32(
-        (index & ONES, index >> 32, purpose, stream), (seed & ONES, (seed >> 32) & ONES), ROUNDS
-    )
+    theirs = philox4x32((index & ONES, index >> 32, purpose, stream), (seed & ONES, (seed >> 32) & ONES), ROUNDS)
     assert tuple(w.item() for w in ours) == theirs
 
 
@@ -108,9 +106,7 @@ def test_seeds_that_are_taken():
         assert got.shape == () and got.dtype == torch.int64 and got.item() == low64
 
 
-@pytest.mark.parametrize(
-    "seed", [True, 1.0, "1", (1,), torch.tensor(1.0), torch.tensor([1, 2]), torch.tensor(True)]
-)
+@pytest.mark.parametrize("seed", [True, 1.0, "1", (1,), torch.tensor(1.0), torch.tensor([1, 2]), torch.tensor(True)])
 def test_seeds_of_other_types(seed):
     with pytest.raises(TypeError, match="seed must be (an integer|one int64), got"):
         as_seed(seed, CPU)

@@ -35,21 +35,16 @@ def test_nearest_at_every_value_midpoint_and_their_fp32_neighbours(elem):
     got = encode(round_nearest(at, ELEMS[elem]), ELEMS[elem]).tolist()
     sign = torch.signbit(at).int().tolist()
     want = [
-        s * FORMATS[elem].sign_code + nearest_code(F(v), FORMATS[elem])
-        for s, v in zip(sign, at.tolist(), strict=True)
+        s * FORMATS[elem].sign_code + nearest_code(F(v), FORMATS[elem]) for s, v in zip(sign, at.tolist(), strict=True)
     ]
     assert [(v, w, g) for v, w, g in zip(at.tolist(), want, got, strict=True) if w != g] == []
 
 
-value = st.builds(
-    lambda s, e, m: fp32(s << 31 | e << 23 | m), st.integers(0, 1), st.integers(100, 150), mantissa
-)
+value = st.builds(lambda s, e, m: fp32(s << 31 | e << 23 | m), st.integers(0, 1), st.integers(100, 150), mantissa)
 
 
 @pytest.mark.parametrize("elem", FORMATS)
-@given(
-    values=st.lists(value, min_size=1, max_size=64), draw=st.sampled_from([0, 1, 2**15 - 1, 2**15, 2**16 - 1])
-)
+@given(values=st.lists(value, min_size=1, max_size=64), draw=st.sampled_from([0, 1, 2**15 - 1, 2**15, 2**16 - 1]))
 def test_stochastic_lands_on_a_neighbour_as_its_bits_say(elem, values, draw):
     """Up exactly when (distance to the lower neighbour)/(gap), cut to 16 bits, plus the random bits reaches 2^16."""
     fmt = FORMATS[elem]
@@ -86,9 +81,7 @@ def test_stochastic_is_unbiased(elem, point, sign):
     q = mxfp4.quantize(x, elem=elem, rounding="stochastic", seed=2026)
     assert (q.scale == 127).all()
     got = q.dequantize()[:, 1:].double()
-    low, high = (
-        float(FORMATS[elem].magnitudes[c]) for c in neighbours(F(x[0, 1].abs().item()), FORMATS[elem])
-    )
+    low, high = (float(FORMATS[elem].magnitudes[c]) for c in neighbours(F(x[0, 1].abs().item()), FORMATS[elem]))
     assert set(got.abs().unique().tolist()) <= {low, high}
     p = (x[0, 1].abs().item() - low) / (high - low)
     sigma = (high - low) * math.sqrt(p * (1 - p) / got.numel())

@@ -32,9 +32,7 @@ def test_every_exponent_with_the_critical_mantissas(elem, rule):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("elem", FORMATS)
-@given(
-    bits=st.lists(st.builds(lambda e, m: e << 23 | m, st.integers(0, 254), mantissa), min_size=1, max_size=50)
-)
+@given(bits=st.lists(st.builds(lambda e, m: e << 23 | m, st.integers(0, 254), mantissa), min_size=1, max_size=50))
 def test_any_amax(elem, rule, bits):
     amax = [fp32(b) for b in bits]
     assert bytes_of(amax, elem, rule) == [scale_byte([a], elem, rule) for a in amax]
@@ -78,7 +76,5 @@ def test_no_finite_amax_needs_more_than_byte_253():
 
 
 def test_unknown_rule():
-    with pytest.raises(
-        ValueError, match="scale_rule='round' is not known; allowed: 'floor', 'even', 'ceil', 'rceil'"
-    ):
+    with pytest.raises(ValueError, match="scale_rule='round' is not known; allowed: 'floor', 'even', 'ceil', 'rceil'"):
         rule_addend(ELEMS["e2m1"], "round")

@@ -28,9 +28,7 @@ def test_first_byte_of_1_2_0():
 
 @pytest.mark.parametrize("block", ["1d", "2d"])
 @pytest.mark.parametrize("elem", ELEMS)
-@pytest.mark.parametrize(
-    "shape, axis", [((64, 96), -1), ((64, 96), 0), ((2, 3, 32, 64), 2), ((2, 3, 32, 64), -1)]
-)
+@pytest.mark.parametrize("shape, axis", [((64, 96), -1), ((64, 96), 0), ((2, 3, 32, 64), 2), ((2, 3, 32, 64), -1)])
 def test_layout(shape, axis, elem, block):
     x = torch.randn(shape)
     q = quantize(x, axis=axis, elem=elem, block=block)
@@ -38,13 +36,7 @@ def test_layout(shape, axis, elem, block):
     assert q.qdata.shape == (*rows, k // 2 if elem == "e2m1" else k) and q.qdata.dtype == torch.uint8
     assert q.scale.shape == ((*rows, k // 32) if block == "1d" else (*rows[:-1], rows[-1] // 32, k // 32))
     assert q.scale.dtype == torch.uint8 and q.codes().shape == (*rows, k)
-    assert (
-        q.shape == shape
-        and q.ndim == len(shape)
-        and q.axis < 0
-        and q.block_size == 32
-        and q.device == x.device
-    )
+    assert q.shape == shape and q.ndim == len(shape) and q.axis < 0 and q.block_size == 32 and q.device == x.device
     assert q.dequantize().shape == shape and q.dequantize().dtype == torch.float32
     assert (q.dequantize() - x).norm() < 0.2 * x.norm()
 
@@ -52,18 +44,14 @@ def test_layout(shape, axis, elem, block):
 def test_codes_are_the_nibbles():
     q = quantize(X)
     assert torch.equal(q.codes(), unpack_nibbles(q.qdata))
-    assert torch.equal(q.codes()[:, 0], q.qdata[:, 0] & 0xF) and torch.equal(
-        q.codes()[:, 1], q.qdata[:, 0] >> 4
-    )
+    assert torch.equal(q.codes()[:, 0], q.qdata[:, 0] & 0xF) and torch.equal(q.codes()[:, 1], q.qdata[:, 0] >> 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dequantize_dtype(dtype):
     q = quantize(X)
     assert torch.equal(q.dequantize(dtype), q.dequantize().to(dtype)) and q.dequantize(dtype).dtype == dtype
-    assert dtype == torch.float16 or torch.equal(
-        q.dequantize(dtype).float(), q.dequantize()
-    )  # BF16 holds them all
+    assert dtype == torch.float16 or torch.equal(q.dequantize(dtype).float(), q.dequantize())  # BF16 holds them all
 
 
 def test_byte_0_is_not_zero():

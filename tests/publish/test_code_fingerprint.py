@@ -36,11 +36,16 @@ def test_what_is_reached(package):
     assert reached(["mxfp4.none", "numpy"]) == set()
 
 
-@pytest.mark.parametrize("code", ["from mxfp4.middle import f", "import mxfp4.middle", "def g():\n    from mxfp4 import middle"])
+@pytest.mark.parametrize(
+    "code", ["from mxfp4.middle import f", "import mxfp4.middle", "def g():\n    from mxfp4 import middle"]
+)
 def test_reached_code_counts_and_its_comments_do_not(package, code):
     before = code_fingerprint(code)
     package("mxfp4.other", "x = 2\n")
-    package("mxfp4.deep", "# Another comment.\nclass Thing:\n    '''A docstring.'''\n\n    field: int = 1\nthing   =   Thing()\n")
+    package(
+        "mxfp4.deep",
+        "# Another comment.\nclass Thing:\n    '''A docstring.'''\n\n    field: int = 1\nthing   =   Thing()\n",
+    )
     package("mxfp4.middle", FILES["mxfp4.middle"].replace("Lazy.", "Said otherwise."))
     assert code_fingerprint(code) == before
     package("mxfp4.deep", FILES["mxfp4.deep"].replace("= 1", "= 2"))

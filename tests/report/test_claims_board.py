@@ -30,7 +30,10 @@ def test_a_rule_chosen_after_the_records_never_holds(store):
     assert v.verdict == "suggested by these records" and v.reason == "suggested when below 0 nats"
     assert v.to_dict()["posthoc"] is True and "chosen after records were seen" in v.to_dict()["notes"][0]
     assert "It is suggested when that is below" in decided_by(v)
-    assert "rule was chosen after records were seen" in Board([v])._repr_html_() and "mx-v-posthoc" in Board([v])._repr_html_()
+    assert (
+        "rule was chosen after records were seen" in Board([v])._repr_html_()
+        and "mx-v-posthoc" in Board([v])._repr_html_()
+    )
     assert verdict("two-sided-both", store, posthoc=False).verdict == "holds"
     other = Store(store.root / "other")
     fill(other, {"mxfp4+2d+hh16": 1.3, "mxfp4+h16": 1.1})
@@ -42,7 +45,14 @@ def test_a_rule_chosen_after_the_records_never_holds(store):
 
 def test_the_claims_whose_rule_came_after_the_records():
     marked = {c.id for c in LEDGER.values() if c.posthoc}
-    assert marked == {"h2-sr", "h2-rht", "h2-sr-cost", "two-sided-both", "explanation-sr-error", "explanation-rht-error"}
+    assert marked == {
+        "h2-sr",
+        "h2-rht",
+        "h2-sr-cost",
+        "two-sided-both",
+        "explanation-sr-error",
+        "explanation-rht-error",
+    }
 
 
 def test_a_net_win_asks_for_the_size_that_its_overhead_asks_for(store):

@@ -132,9 +132,9 @@ def test_mlperf_arithmetic():
 
 
 def test_sr_is_biased_only_where_a_rule_clips():
-    summary = bias_summary(
-        sr_bias_frame(["floor", "even", "ceil", "rceil", PRESCALED], points=17, draws=64)
-    ).set_index("rule")
+    summary = bias_summary(sr_bias_frame(["floor", "even", "ceil", "rceil", PRESCALED], points=17, draws=64)).set_index(
+        "rule"
+    )
     # floor: values in (6, 8) round to 6, so the worst bias is toward 6/8 - 1; even: to 6/7 - 1
     assert summary.loc["floor", "worst"] == pytest.approx(100 * (6 / 7.7647 - 1), abs=0.01)
     assert -15 < summary.loc["even", "worst"] < -10
@@ -149,15 +149,11 @@ def test_gather_says_what_is_missing(tmp_path):
     put(store, c)
     evidence = gather("table1", "gpu", store=store)
     assert (
-        evidence.arms == ["bf16"]
-        and not evidence.substitute
-        and len(evidence.missing) == len(evidence.plan.arms) - 1
+        evidence.arms == ["bf16"] and not evidence.substitute and len(evidence.missing) == len(evidence.plan.arms) - 1
     )
     page = evidence._repr_html_()
     assert "mxfp4 train --plan table1 --scale gpu" in page and "bf16-s0-" in page and "Partial" in page
-    with pytest.raises(
-        UserError, match="no records of plan p2 at scale mi355x: mxfp4 train --plan p2 --scale mi355x"
-    ):
+    with pytest.raises(UserError, match="no records of plan p2 at scale mi355x: mxfp4 train --plan p2 --scale mi355x"):
         gather("p2", "mi355x", store=store).need()
 
 
@@ -190,16 +186,16 @@ def test_gather_falls_back_to_other_settings_and_says_so(tmp_path):
     store = fill(Store(tmp_path), {"bf16": 1.0, "fp8": 1.0}, seeds=(0,))
     evidence = gather("table1", "gpu", store=store)
     assert (
-        evidence.substitute
-        and evidence.arms == ["bf16", "fp8"]
-        and "not those of the plan" in evidence._repr_html_()
+        evidence.substitute and evidence.arms == ["bf16", "fp8"] and "not those of the plan" in evidence._repr_html_()
     )
     with pytest.raises(UserError, match="no records"):
         gather("table1", "gpu", store=store, steps=77).need()
 
 
 def test_square_blocks_are_spoken_of_where_there_are_any():
-    said = [probe_findings.square_blocks(pd.DataFrame({"arm": ["mxfp4", other]})) for other in ("mxfp4+2d", "mxfp4+2d+h16")]
+    said = [
+        probe_findings.square_blocks(pd.DataFrame({"arm": ["mxfp4", other]})) for other in ("mxfp4+2d", "mxfp4+2d+h16")
+    ]
     assert said[0].startswith("Square blocks stand at zero") and said[1].startswith("No arm here has square blocks")
 
 
@@ -265,7 +261,10 @@ def test_a_difference_far_beyond_the_others_stands_at_the_edge_with_its_size():
     spans = {"low": [0.0, 0.01, 0.01, 0.02, 1.6], "high": [0.02, 0.03, 0.05, 0.06, 1.8]}
     rows = {"arm": list("abcde"), "difference": [0.01, 0.02, 0.03, 0.04, 1.7], "text": "", "seeds": 1, "outcome": ""}
     frame = pd.DataFrame(rows | spans | {"model": "dense"})
-    for chart in (evidence_charts.gaps(frame, title="T", unit="u"), evidence_charts.gaps_by(frame, "model", title="T", unit="u")):
+    for chart in (
+        evidence_charts.gaps(frame, title="T", unit="u"),
+        evidence_charts.gaps_by(frame, "model", title="T", unit="u"),
+    ):
         _, points, beyond = chart.layer
         assert list(points.data["difference"]) == [0.01, 0.02, 0.03, 0.04]
         assert list(beyond.data["label"]) == ["1.70 \u25b6"]
@@ -276,7 +275,9 @@ def test_a_difference_far_beyond_the_others_stands_at_the_edge_with_its_size():
 
 
 def test_a_page_of_another_scale_trains_what_is_missing_when_asked(tmp_path, monkeypatch):
-    small = replace(SCALES["cpu"], name="gpu", steps=4, warmup=1, eval_every=2, eval_sequences=2, probe_steps=(), settings={})
+    small = replace(
+        SCALES["cpu"], name="gpu", steps=4, warmup=1, eval_every=2, eval_sequences=2, probe_steps=(), settings={}
+    )
     monkeypatch.setitem(SCALES, "gpu", small)
     asked = []
     monkeypatch.setattr("mxfp4.studies.runner.run_plan", lambda plan, store: asked.append(plan.arms) or Summary())
@@ -341,7 +342,11 @@ def test_scatter_is_what_arm_and_seed_do_not_explain(tmp_path):
     put(store, config("mxfp4+2d", 1))
     (study,) = studies(store.load())
     most, share = frames.scatter(study)[0].most
-    assert most == "mxfp4+2d" and share > 0.7 and f"{share:.0%} of that variance is of `mxfp4+2d`." in frames.scatter_text(study)
+    assert (
+        most == "mxfp4+2d"
+        and share > 0.7
+        and f"{share:.0%} of that variance is of `mxfp4+2d`." in frames.scatter_text(study)
+    )
     assert frames.scatter(study, reference="bf16") is None and "too few" in frames.scatter_text(study, reference="bf16")
 
 
@@ -375,4 +380,6 @@ def test_runs_that_end_above_an_earlier_evaluation_are_counted(tmp_path):
     for seed in (0, 1):
         curve = study.arms["fp8"][seed].curve
         curve.loc[curve["eval_loss"].dropna().index[-1], "eval_loss"] = curve["eval_loss"].min() + 0.05
-    assert frames.turning_text(study).startswith("3 of 4 runs") and "They have begun to learn by heart" in frames.turning_text(study)
+    assert frames.turning_text(study).startswith(
+        "3 of 4 runs"
+    ) and "They have begun to learn by heart" in frames.turning_text(study)

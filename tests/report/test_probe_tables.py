@@ -60,7 +60,9 @@ def test_select_keeps_what_was_asked_for_and_names_it():
 
 
 def test_select_says_what_there_is_when_nothing_fits():
-    with pytest.raises(NoProbe, match=r"no probe of bias of bf16 in layers '\*'.*probed arms: bf16, mxfp4.*layers.0.wq"):
+    with pytest.raises(
+        NoProbe, match=r"no probe of bias of bf16 in layers '\*'.*probed arms: bf16, mxfp4.*layers.0.wq"
+    ):
         probe_tables.select(ROWS, "bias", arm="bf16")
     with pytest.raises(UserError, match="layers.9"):
         probe_tables.select(ROWS, "error", layers="layers.9.*")
@@ -82,14 +84,22 @@ def test_summary_counts_each_layer_once():
 
 
 def test_a_diverged_arm_has_an_infinite_gap_and_gaps_are_paired():
-    gaps = probe_tables.loss_gaps(study({"bf16": [3.0, 4.0], "mxfp4": [3.5, 4.7], "mxfp4+sr": [None, 4.1], "fp8": [3.0]}))
+    gaps = probe_tables.loss_gaps(
+        study({"bf16": [3.0, 4.0], "mxfp4": [3.5, 4.7], "mxfp4+sr": [None, 4.1], "fp8": [3.0]})
+    )
     assert gaps["mxfp4"] == pytest.approx(0.6)
     assert gaps["mxfp4+sr"] == float("inf")
     assert gaps["fp8"] == 0.0
 
 
 def test_the_explanation_is_judged_by_layers_and_seeds():
-    good = {"bf16": [3.0, 3.0], "mxfp4": [3.3, 3.4], "mxfp4+h16": [3.1, 3.1], "mxfp4+sr": [3.5, 3.2], "mxfp4+rht16": [3.3, 3.2]}
+    good = {
+        "bf16": [3.0, 3.0],
+        "mxfp4": [3.3, 3.4],
+        "mxfp4+h16": [3.1, 3.1],
+        "mxfp4+sr": [3.5, 3.2],
+        "mxfp4+rht16": [3.3, 3.2],
+    }
     kept = patterns(plain=0.9, sr=0.0, rht16=0.1, h16=0.8)
     text = probe_findings.error_pattern(study(good, kept)).text
     assert "premise holds" in text and "0.80 to 0.82" in text and "agrees over 2 seeds" in text
@@ -124,7 +134,9 @@ def test_p1s_explanation_is_judged_by_the_size_of_the_error():
     losses = {"bf16": [3.0, 3.0], "mxfp4": [3.3, 3.4]}
     split = probe_findings.error_size(study(losses, sizes(plain=0.15, sr=0.21, rht16=0.13, h16=0.14)))
     assert "22 % under stochastic rounding (larger in 2 of 2 layers)" in split.text
-    assert "holds for stochastic rounding and does not hold for a random Hadamard transform on these tensors" in split.text
+    assert (
+        "holds for stochastic rounding and does not hold for a random Hadamard transform on these tensors" in split.text
+    )
     assert list(split.numbers["recipe"]) == ["mxfp4", "mxfp4+sr", "mxfp4+rht16", "mxfp4+h16"]
     assert split.numbers["loss gap"].iloc[0] == pytest.approx(0.35)
     both = probe_findings.error_size(study(losses, sizes(plain=0.15, sr=0.21, rht16=0.2))).text
@@ -154,7 +166,9 @@ def test_the_transposition_verdict_quotes_its_rows():
     assert "dX by 3 % (quantization itself: 6 %)" in text and text.endswith("With 32x32 blocks nothing changes.")
     assert probe_findings.transposition_verdict(rows, "fp8", "mxfp4").text.startswith("Not tested")
     assert "0.50 times" in probe_findings.beside(
-        probe_tables.select(rows, ["mismatch", "reading_error"], arm="bf16", recipes=["mxfp4"], what=probe_tables.PRODUCTS)
+        probe_tables.select(
+            rows, ["mismatch", "reading_error"], arm="bf16", recipes=["mxfp4"], what=probe_tables.PRODUCTS
+        )
     )
 
 
@@ -182,9 +196,14 @@ def test_a_rotation_is_said_to_lower_and_to_raise():
         ("bf16", "mxfp4+h16", "layers.0.wq", "wgrad", "x", "kurtosis_before", 3.0),
         ("bf16", "mxfp4+h16", "layers.0.wq", "wgrad", "x", "kurtosis", 9.0),
     )
-    rows = probe_tables.select(rows, ["kurtosis", "kurtosis_before"], arm="bf16", recipes=["mxfp4+h16"], what=probe_tables.OPERANDS)
+    rows = probe_tables.select(
+        rows, ["kurtosis", "kurtosis_before"], arm="bf16", recipes=["mxfp4+h16"], what=probe_tables.OPERANDS
+    )
     text = probe_findings.rotation_effect(rows, "mxfp4+h16")
-    assert "lowers the kurtosis of blocks of X in Fprop (-50%)" in text and "raises the kurtosis of blocks of X in Wgrad (+200%)" in text
+    assert (
+        "lowers the kurtosis of blocks of X in Fprop (-50%)" in text
+        and "raises the kurtosis of blocks of X in Wgrad (+200%)" in text
+    )
     assert list(dict.fromkeys(probe_tables.before_and_after(rows)["rotation"])) == ["none", "h16"]
     assert "No record" in probe_findings.rotation_effect(rows, "mxfp4+h32")
 
@@ -255,7 +274,12 @@ def test_whole_gradients_are_of_all_weights_step_by_step_with_the_loss_of_shared
 
 
 def test_arms_of_different_seeds_are_ranked_over_those_they_share():
-    rows = frame(*((arm, arm, "layers.0.wq", "wgrad", "dw", "error", v) for arm, v in (("mxfp4", 0.1), ("mxfp4+sr", 0.2), ("mxfp4+h16", 0.3))))
+    rows = frame(
+        *(
+            (arm, arm, "layers.0.wq", "wgrad", "dw", "error", v)
+            for arm, v in (("mxfp4", 0.1), ("mxfp4+sr", 0.2), ("mxfp4+h16", 0.3))
+        )
+    )
     made = study({"bf16": [3.0, 1.0], "mxfp4": [3.3, 3.3], "mxfp4+sr": [3.2], "mxfp4+h16": [3.1, 3.1]}, rows)
     table = probe_tables.against_loss(made, "error", gemm="wgrad", tensor="dw").set_index("arm")
     assert table["gap"].to_dict() == pytest.approx({"mxfp4": 0.3, "mxfp4+sr": 0.2, "mxfp4+h16": 0.1})
@@ -263,10 +287,18 @@ def test_arms_of_different_seeds_are_ranked_over_those_they_share():
 
 
 def test_a_gap_far_beyond_the_others_is_cut_and_written_out():
-    table = pd.DataFrame({"arm": list("abcde"), "mean": np.arange(5) / 7, "low": 0.0, "high": 1.0, "gap": [0.01, 0.02, 0.03, 0.04, 1.7]})
+    table = pd.DataFrame(
+        {"arm": list("abcde"), "mean": np.arange(5) / 7, "low": 0.0, "high": 1.0, "gap": [0.01, 0.02, 0.03, 0.04, 1.7]}
+    )
     spec = probe_charts.against_loss(table, x_title="x", title="T")
     (drawn,) = spec.to_dict()["datasets"].values()
-    assert [(row["drawn"], row["label"]) for row in drawn] == [(0.01, ""), (0.02, ""), (0.03, ""), (0.04, ""), (0.04, "1.70")]
+    assert [(row["drawn"], row["label"]) for row in drawn] == [
+        (0.01, ""),
+        (0.02, ""),
+        (0.03, ""),
+        (0.04, ""),
+        (0.04, "1.70"),
+    ]
     assert spec.to_dict()["title"]["subtitle"] == CUT
     assert probe_charts.against_loss(table[:4], x_title="x", title="T").to_dict()["title"] == "T"
     render(spec, "a caption")
@@ -274,7 +306,9 @@ def test_a_gap_far_beyond_the_others_is_cut_and_written_out():
 
 @pytest.mark.parametrize(("arms", "beyond"), [(4, 1.0), (9, 0.68), (60, 0.25)])
 def test_a_correlation_is_printed_with_what_chance_gives(arms, beyond):
-    table = pd.DataFrame({"arm": [f"a{i}" for i in range(arms)], "mean": np.arange(arms) / 7, "gap": np.arange(arms)[::-1] * 0.01})
+    table = pd.DataFrame(
+        {"arm": [f"a{i}" for i in range(arms)], "mean": np.arange(arms) / 7, "gap": np.arange(arms)[::-1] * 0.01}
+    )
     said = probe_findings.correlation(table, "the error")
     assert f"Over {arms} arms the rank correlation of the error with the final loss is -1.00" in said
     assert float(said.split("±")[1].rstrip(".")) == pytest.approx(beyond, abs=0.03)
@@ -282,11 +316,21 @@ def test_a_correlation_is_printed_with_what_chance_gives(arms, beyond):
 
 
 def test_extremes_of_signed_values_are_told_by_their_distance_from_zero():
-    rows = frame(*(("bf16", r, "l", "wgrad", "g", "bias", v) for r, v in (("mxfp4", -0.02), ("mxfp4+2d", 0.001), ("mxfp4+h16", -0.01))))
+    rows = frame(
+        *(
+            ("bf16", r, "l", "wgrad", "g", "bias", v)
+            for r, v in (("mxfp4", -0.02), ("mxfp4+2d", 0.001), ("mxfp4+h16", -0.01))
+        )
+    )
     said = probe_findings.extremes(rows, "recipe", "the bias", "{:+.3f}")
-    assert said == "Over all tensors the bias is farthest from zero under mxfp4 (-0.020) and nearest to it under mxfp4+2d (+0.001)."
+    assert (
+        said
+        == "Over all tensors the bias is farthest from zero under mxfp4 (-0.020) and nearest to it under mxfp4+2d (+0.001)."
+    )
     rows["value"] = rows["value"].abs()
-    assert "is largest under mxfp4 (+0.020) and smallest under mxfp4+2d (+0.001)" in probe_findings.extremes(rows, "recipe", "it", "{:+.3f}")
+    assert "is largest under mxfp4 (+0.020) and smallest under mxfp4+2d (+0.001)" in probe_findings.extremes(
+        rows, "recipe", "it", "{:+.3f}"
+    )
 
 
 def test_error_parts_are_means_over_layers_and_steps():
@@ -309,6 +353,8 @@ def test_gradient_to_noise_counts_the_layers_below_the_threshold():
     )
     table = probe_tables.gradient_to_noise(rows, "mxfp4")
     assert table["step"].tolist() == [5, 6]
-    assert table.iloc[0].to_dict() == pytest.approx({"step": 5, "whole": 1.75, "lowest": 1.7, "highest": 1.8, "below": 0.5})
+    assert table.iloc[0].to_dict() == pytest.approx(
+        {"step": 5, "whole": 1.75, "lowest": 1.7, "highest": 1.8, "below": 0.5}
+    )
     with pytest.raises(NoProbe):
         probe_tables.gradient_to_noise(rows, "mxfp4", "mxfp4+sr")

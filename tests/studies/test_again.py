@@ -15,7 +15,6 @@ from mxfp4.training.execution import distributed
 from tests.fakes import FakeCorpus
 from tests.studies.test_runner_on_ranks import ALONE, CORPUS, TOGETHER, arms, train
 
-
 WHERE = "training loss is nan at step 7, in part 2 of 2, on rank 1 of 0-1 alone"
 
 

@@ -9,7 +9,9 @@ from mxfp4.studies.machine import tree_hash
 
 def git(folder, *arguments):
     identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-    return subprocess.run(["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 @pytest.fixture

@@ -250,9 +250,7 @@ class Broken(FakeCorpus):
 
 
 def test_an_arm_that_fails_takes_nothing_with_it(store):
-    summary = run_plan(
-        small(recipes=("bf16",), seeds=(0, 1, 2)), store, jobs=1, device="cpu", corpus=Broken()
-    )
+    summary = run_plan(small(recipes=("bf16",), seeds=(0, 1, 2)), store, jobs=1, device="cpu", corpus=Broken())
     assert summary.failed == {"bf16-s1": "RuntimeError: two lines"} and summary.trained == [
         "bf16-s0",
         "bf16-s2",
@@ -262,9 +260,7 @@ def test_an_arm_that_fails_takes_nothing_with_it(store):
 def test_an_arm_whose_process_is_killed_takes_nothing_with_it(store):
     corpus = Broken(fingerprint="kill")
     summary = run_plan(small(recipes=("bf16",), seeds=(1, 0)), store, jobs=2, device="cpu", corpus=corpus)
-    assert summary.failed == {"bf16-s1": "its process ended with exit code -9"} and summary.trained == [
-        "bf16-s0"
-    ]
+    assert summary.failed == {"bf16-s1": "its process ended with exit code -9"} and summary.trained == ["bf16-s0"]
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
@@ -296,9 +292,7 @@ if __name__ == "__main__":
 def started(store, jobs, steps=100_000):
     code = RUN.format(tests=str(Path(__file__).parents[2]), root=str(store.root), jobs=jobs, steps=steps)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
-    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
     deadline = time.monotonic() + 60
     while not any(b.holder for b in store.begun()) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -14,14 +14,15 @@ from mxfp4.studies.store import Store
 from mxfp4.training.checkpoints import checkpoint
 from tests.studies.test_runner_on_ranks import ALONE, CORPUS, TOGETHER, arms
 
-
 SECONDS = {1: 2, 2: 6}  # by ranks: processes take their time to begin
 
 
 def stopped(scale, store):
     """A run of 200,000 steps that was stopped after a few seconds; its folder."""
     long = arms(scale, steps=200_000)
-    summary = run_plan(long, store, device="cpu", corpus=CORPUS, progress=False, max_minutes=SECONDS[scale.ranks_per_arm] / 60)
+    summary = run_plan(
+        long, store, device="cpu", corpus=CORPUS, progress=False, max_minutes=SECONDS[scale.ranks_per_arm] / 60
+    )
     assert summary.paused == ["mxfp4+sr-s0"]
     return store.checkpoint_dir(long.arms[0], "cpu")
 

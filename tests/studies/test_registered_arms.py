@@ -27,7 +27,9 @@ def test_the_whole_study_begins_with_the_arms_of_the_primary_claims():
     whole = study_arms(WHOLE)
     primary = {name for claim in STUDY.primaries for name in claim.contrast.names}
     assert {c.recipe for c in whole[: 6 * len(primary)]} == primary
-    assert len(set(whole)) == len(whole) == sum(len(study_arms(p)) for p in ("main", "short", "text", "batch", "ladder"))
+    assert (
+        len(set(whole)) == len(whole) == sum(len(study_arms(p)) for p in ("main", "short", "text", "batch", "ladder"))
+    )
 
 
 def test_the_branch_at_a_third_is_an_arm_of_part_short():
@@ -35,7 +37,17 @@ def test_the_branch_at_a_third_is_an_arm_of_part_short():
     main, short = arm("main", "mxfp4+h16"), study_arms("short")[0]
     branch = branches(main)[0]
     assert branch.end == short.steps and branch.end - branch.start == short.cooldown_steps
-    same = ("model", "corpus", "seq_len", "batch_size", "lr", "lr_min", "warmup", "final_eval_sequences", "eval_forwards")
+    same = (
+        "model",
+        "corpus",
+        "seq_len",
+        "batch_size",
+        "lr",
+        "lr_min",
+        "warmup",
+        "final_eval_sequences",
+        "eval_forwards",
+    )
     assert all(getattr(main, name) == getattr(short, name) for name in same)
 
 
@@ -43,7 +55,9 @@ def test_fp8_also_decays_at_two_thirds_and_five_arms_in_bf16():
     fp8 = arm("main", "fp8")
     assert [b.end for b in branches(fp8)] == [fp8.steps // 3, 2 * fp8.steps // 3]
     decayed = {c.recipe for c in study_arms("main") if c.decay_recipes}
-    assert decayed == set(STUDY.runs["bf16-decay"].arms) and {c.seed for c in study_arms("main") if c.decay_recipes} == {0, 1}
+    assert decayed == set(STUDY.runs["bf16-decay"].arms) and {
+        c.seed for c in study_arms("main") if c.decay_recipes
+    } == {0, 1}
 
 
 @pytest.mark.parametrize("part", [p for p in study_parts() if p != "experts"])

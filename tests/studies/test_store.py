@@ -123,9 +123,7 @@ def test_a_damaged_record_is_named_and_never_read(store, damage):
         with pytest.warns(UserWarning, match=folder.name):
             assert read() is None
     with pytest.warns(UserWarning, match=folder.name):
-        assert (
-            store.put(config, result(2.5), "cpu").outcome["final_loss"] == 2.5
-        )  # the arm can be stored again
+        assert store.put(config, result(2.5), "cpu").outcome["final_loss"] == 2.5  # the arm can be stored again
     assert [r.outcome["final_loss"] for r in store.load("cpu")] == [2.5]
 
 
@@ -196,9 +194,7 @@ def test_a_scale_cannot_lead_outside(store, scale):
             call()
 
 
-@pytest.mark.parametrize(
-    "name", ["../../x", "/etc/passwd", "a\0b", "x" * 5000, "..", "", "mxfp4+../h16", "é\n"]
-)
+@pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "a\0b", "x" * 5000, "..", "", "mxfp4+../h16", "é\n"])
 def test_a_recipe_name_cannot_lead_outside(store, name):
     config = tiny_config()
     object.__setattr__(config, "recipe", name)  # past the check of recipes

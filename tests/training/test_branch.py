@@ -40,7 +40,9 @@ def training(result):
 
 
 def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a.model.state_dict().values(), b.model.state_dict().values(), strict=True))
+    return all(
+        torch.equal(x, y) for x, y in zip(a.model.state_dict().values(), b.model.state_dict().values(), strict=True)
+    )
 
 
 def test_the_run_goes_on_as_if_there_had_been_no_branch(whole):
@@ -73,7 +75,9 @@ def test_each_evaluation_has_a_row_for_each_forward(whole):
     main = [e for e in whole.evaluations if not e["branch"]]
     assert [e["step"] for e in main if e["forward"] == "own"] == [0, 5, 10, 15, 20]
     assert [e["forward"] for e in main if e["step"] == 20] == ["own", "bf16", "mxfp4+h16"]
-    assert {e["windows"] for e in main if e["step"] < 20} == {4} and {e["windows"] for e in main if e["step"] == 20} == {6}
+    assert {e["windows"] for e in main if e["step"] < 20} == {4} and {
+        e["windows"] for e in main if e["step"] == 20
+    } == {6}
     for e in whole.evaluations:
         assert 0 <= e["top1"] <= 1 and 0 <= e["copy_top1"] <= 1
     last = whole.curve[-1]
@@ -81,7 +85,11 @@ def test_each_evaluation_has_a_row_for_each_forward(whole):
     assert whole.outcome["final_loss"] == main[-3]["loss"]
     assert set(whole.windows) == {"10:own", "10:bf16", "bf16:own", "bf16:bf16", "own", "bf16", "floor"}
     assert whole.windows["floor"] == pytest.approx(
-        (-KnownEntropy(Law(vocab_size=64)).judge(KnownEntropy(Law(vocab_size=64)).eval_windows(6, 32)).log_prob.mean(1)).tolist()
+        (
+            -KnownEntropy(Law(vocab_size=64))
+            .judge(KnownEntropy(Law(vocab_size=64)).eval_windows(6, 32))
+            .log_prob.mean(1)
+        ).tolist()
     )
 
 

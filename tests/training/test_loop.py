@@ -58,9 +58,7 @@ def test_arms_of_a_seed_start_from_the_same_weights_and_see_the_same_batches():
     for name in ("bf16", "mxfp4+sr", "mxfp4+h16"):
         seen = []
         first = []
-        probe = lambda model, step, batch: (
-            first.append({k: v.clone() for k, v in model.state_dict().items()}) or []
-        )  # noqa: B023, E731
+        probe = lambda model, step, batch: first.append({k: v.clone() for k, v in model.state_dict().items()}) or []
         config = tiny_config(recipe=name, steps=3, probe_steps=(1,))
         train(config, corpus=Watching(), device="cpu", progress=False, probe=probe)
         batches.append(torch.stack(seen))
@@ -82,9 +80,7 @@ def test_a_probe_does_not_change_the_run():
 
 
 def same_bytes(a, b):
-    return all(
-        torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
-    )
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
 
 
 def test_micro_batches_sum_to_the_batch():
@@ -97,9 +93,7 @@ def test_micro_batches_sum_to_the_batch():
 def test_schedule():
     config = tiny_config(steps=103, warmup=3, lr=1.0, lr_min=0.1)
     assert [learning_rate(config, s) for s in (1, 2, 3)] == pytest.approx([1 / 3, 2 / 3, 1.0])
-    assert learning_rate(config, 53) == pytest.approx(0.55) and learning_rate(config, 103) == pytest.approx(
-        0.1
-    )
+    assert learning_rate(config, 53) == pytest.approx(0.55) and learning_rate(config, 103) == pytest.approx(0.1)
     long = tiny_config(steps=100, warmup=0, lr=1.0, lr_min=0.0, decay_steps=1_000_000)
     assert learning_rate(long, 100) > 0.9999
 
@@ -198,7 +192,7 @@ def test_kill_9_at_a_random_step_and_resume_gives_the_same_bytes(tmp_path, recip
                 checkpoint_dir=tmp_path / folder,
                 on_step=steps.append,
                 stop=lambda: start + len(steps) == last,
-            )  # noqa: B023
+            )
             states.append(checkpoint.newest(checkpoint.entries(tmp_path / folder), checkpoint.read))
     finally:
         torch.set_num_threads(threads)
@@ -213,9 +207,7 @@ def test_kill_9_at_a_random_step_and_resume_gives_the_same_bytes(tmp_path, recip
 def test_a_pause_never_falls_between_two_probed_steps(tmp_path):
     """The probe compares them, and what it saw at the first is not in a checkpoint."""
     config = tiny_config(probe_steps=(2, 3))
-    paused = run(
-        config, checkpoint_dir=tmp_path, probe=lambda *_: [], stop=lambda: True, on_step=(steps := []).append
-    )
+    paused = run(config, checkpoint_dir=tmp_path, probe=lambda *_: [], stop=lambda: True, on_step=(steps := []).append)
     assert paused.outcome["step"] == 1 and steps == [1]
     run(config, checkpoint_dir=tmp_path, probe=lambda *_: [], stop=lambda: True, on_step=steps.append)
     assert steps == [1, 2, 3] and checkpoint.latest_step(tmp_path) == 3

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mxfp4.errors import UserError
-from mxfp4.layers.linear import convert
+from mxfp4.layers.convert import convert
 from mxfp4.training.config import ModelConfig, TrainConfig
 from mxfp4.training.execution.recompute import recompute_every
 from mxfp4.training.memory import WORKSPACE, estimate

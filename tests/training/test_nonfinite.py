@@ -107,7 +107,10 @@ def test_a_fault_that_does_not_come_again_leaves_the_curve_of_a_run_without_it(t
 
 def test_one_that_comes_again_is_a_divergence(two_ranks):
     assert "replayed" not in two_ranks["none"]["outcome"]
-    outcome, where = two_ranks["again"]["outcome"], "training loss is nan at step 7, in part 4 of 4, on rank 1 of 0-1 alone"
+    outcome, where = (
+        two_ranks["again"]["outcome"],
+        "training loss is nan at step 7, in part 4 of 4, on rank 1 of 0-1 alone",
+    )
     assert (outcome["status"], outcome["step"]) == ("diverged", 7)
     assert outcome["reason"] == f"{where}; again after a replay from step 5"
     assert outcome["replayed"] == [{"step": 7, "reason": where, "from": 5}]

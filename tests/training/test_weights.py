@@ -52,7 +52,9 @@ def two_ranks(ranks, folder):
     options = {"corpus": FakeCorpus(), "device": "cpu", "progress": False}
     result = train(config, **options)
     weights.save(folder / "kept", result.model, config)
-    paused = train(config, checkpoint_dir=folder / "paused", on_step=steps.append, stop=lambda: len(steps) == 2, **options)
+    paused = train(
+        config, checkpoint_dir=folder / "paused", on_step=steps.append, stop=lambda: len(steps) == 2, **options
+    )
     for name, model in (("kept", result.model), ("paused", paused.model)):
         if hasattr(model, "reshard"):
             model.reshard()

@@ -200,6 +200,7 @@ def factorial_effect(cells: pd.DataFrame, effect: str, factors: list[str]) -> Es
 
     A main effect is the mean difference of cells that differ in the factor alone; an interaction is half the mean
     difference of such differences. With two or more seeds the test is over seeds, else over settings of the others.
+
     """
     ours = effect.split(":")
     others = [f for f in factors if f not in ours]
@@ -255,6 +256,7 @@ def decide(rule: Rule, found: Estimate, p: float, *, loss: bool = True, bf16: Es
         p: The p value that decides, which may be adjusted.
         loss: Whether the effect is in nats, so that equivalence is defined.
         bf16: The same contrast in the BF16 forward, where the effect is in the own forward.
+
     """
     bound, claimed = float(rule.bound), {"above": 1, "below": -1}.get(rule.kind, 0)
     if math.isnan(found.value):
@@ -268,7 +270,7 @@ def decide(rule: Rule, found: Estimate, p: float, *, loss: bool = True, bf16: Es
     side, null = found.side(bound, p), loss and bound == 0
     if side and side == (claimed or side):
         return "holds"
-    if side or (null and -MARGIN <= found.low90 and found.high90 <= MARGIN):
+    if side or (null and found.low90 >= -MARGIN and found.high90 <= MARGIN):
         return "does not hold"
     no_room = found.high < MARGIN if claimed > 0 else claimed < 0 and found.low > -MARGIN
     return NOT_SEEN if null and no_room else "undecided"

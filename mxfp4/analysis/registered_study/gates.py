@@ -40,7 +40,9 @@ def gates(study: RegisteredStudy, runs: pd.DataFrame, probes: pd.DataFrame) -> p
 
 
 def _finals(runs: pd.DataFrame, part: str, budget: str) -> pd.Series:
-    rows = runs[(runs["runs"] == part) & (runs["arm"] == REFERENCE) & (runs["forward"] == "own") & (runs["budget"] == budget)]
+    rows = runs[
+        (runs["runs"] == part) & (runs["arm"] == REFERENCE) & (runs["forward"] == "own") & (runs["budget"] == budget)
+    ]
     return rows.set_index("seed")["loss"].astype(float).dropna()
 
 

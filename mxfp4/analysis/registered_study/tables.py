@@ -20,7 +20,20 @@ from mxfp4.training.forwards import OWN
 
 LAST_STEPS = 64
 """Steps over which the training loss is averaged."""
-COLUMNS = ["runs", "arm", "seed", "budget", "forward", "loss", "excess", "training", "top1", "copying", "status", "run_id"]
+COLUMNS = [
+    "runs",
+    "arm",
+    "seed",
+    "budget",
+    "forward",
+    "loss",
+    "excess",
+    "training",
+    "top1",
+    "copying",
+    "status",
+    "run_id",
+]
 PROBE_COLUMNS = ["runs", "arm", "seed", "probe", "value"]
 
 

@@ -31,7 +31,8 @@ def gates_text(store: Store, study: RegisteredStudy | None = None) -> str:
     table = gates(study, runs_table(study, records), probes_table(study, records))
     state = {True: "passed", False: "FAILED", None: "no records yet"}
     return "\n".join(
-        f"gate {g.gate}: {state[g.passed]}" + ("" if g.passed is None else f", {g.value:.4g} (bound {g.bound:g}, {g.n} seeds)")
+        f"gate {g.gate}: {state[g.passed]}"
+        + ("" if g.passed is None else f", {g.value:.4g} (bound {g.bound:g}, {g.n} seeds)")
         for g in table.itertuples()
     )
 

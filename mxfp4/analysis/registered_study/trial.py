@@ -23,7 +23,7 @@ import torch
 from mxfp4.analysis.registered_study.contrasts import Estimate, paired, smallest_difference, smallest_effect
 from mxfp4.analysis.stalled import is_stalled, mean_curve
 from mxfp4.errors import UserError
-from mxfp4.layers.linear import convert
+from mxfp4.layers.convert import convert
 from mxfp4.layers.recipe import Recipe, recipe
 from mxfp4.studies.arm_queue import Summary
 from mxfp4.studies.plans import Plan
@@ -232,6 +232,7 @@ def run_trial(
 
     Raises:
         UserError: a recipe, a seed or a number of jobs that is not allowed, or no GPU where one is asked for.
+
     """
     if any(seed < 0 for seed in seeds):
         raise UserError(f"seed {min(seeds)} is not allowed; seeds are 0 or more")

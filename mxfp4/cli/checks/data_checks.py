@@ -38,9 +38,17 @@ def data_checks(scale: Scale, corpus: str | None = None) -> list[Check]:
     state = state_of(name, vocab_size)
     if name.partition(":")[0] != "c4":
         wheels = [_prose(state.done), _technical()] if name != "synthetic" else []
-        return [*checks, *wheels, Check("network", "ok", f"not tried: scale {scale.name} needs none once it is installed")]
+        return [
+            *checks,
+            *wheels,
+            Check("network", "ok", f"not tried: scale {scale.name} needs none once it is installed"),
+        ]
     if state.done:
-        return [*checks, Check(f"corpus {name}", "ok", state.text), Check("network", "ok", "not tried: the corpus is packed")]
+        return [
+            *checks,
+            Check(f"corpus {name}", "ok", state.text),
+            Check("network", "ok", "not tried: the corpus is packed"),
+        ]
     how = f"--scale {scale.name}" + (f" --corpus {corpus}" if corpus else "")
     c4 = _c4(name, scale, how, state.bytes_left)
     tokenizer = [_llama_tokenizer()] if vocab_size == LLAMA_VOCAB else []
@@ -87,7 +95,9 @@ def _c4(name: str, scale: Scale, how: str, size: float) -> Check:
     source, title = get_corpus(name), f"corpus {name}"
     mirror = os.environ.get("MXFP4_C4")
     if mirror and not Path(mirror).expanduser().is_dir():
-        return Check(title, "missing", f"MXFP4_C4={mirror} is no folder", "correct it, or unset it to take C4 from the hub")
+        return Check(
+            title, "missing", f"MXFP4_C4={mirror} is no folder", "correct it, or unset it to take C4 from the hub"
+        )
     text = source.describe() + (f" ({mirror})" if mirror else "")
     if missing := source.missing():
         return Check(title, "missing", f"{text}, the first {missing[0]}", _shards_there(source, scale))
@@ -102,7 +112,9 @@ def _shards_there(source, scale: Scale) -> str:
     run = source.longest_run()
     if run is None or "validation" in source.missing()[0]:
         return f"{fetch}, or unset MXFP4_C4 to take it from the hub"
-    return f"{fetch}, or train on shards that are there: `make reproduce SCALE={scale.name} CORPUS=c4:{run[0]}-{run[1]}`"
+    return (
+        f"{fetch}, or train on shards that are there: `make reproduce SCALE={scale.name} CORPUS=c4:{run[0]}-{run[1]}`"
+    )
 
 
 def _llama_tokenizer() -> Check:
@@ -137,5 +149,7 @@ def _network(needed: list[str]) -> Check:
     if why := unreachable(url, NETWORK_SECONDS):
         status = status_of(why)
         said = advice if status is None else trouble(status, what, allowed_by="`hf auth login`", instead=local)
-        return Check("network", "missing", f"{url} out of reach ({why})" if status is None else f"{url} answers {why}", said)
+        return Check(
+            "network", "missing", f"{url} out of reach ({why})" if status is None else f"{url} answers {why}", said
+        )
     return Check("network", "ok", f"{url} answers; {what} will come from it")

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mxfp4.analysis import published
+from mxfp4.data.packing_state import Packing, state_of
 from mxfp4.errors import UserError
 from mxfp4.studies.devices import check, no_gpu
-from mxfp4.studies.plans import BASES, ArmStatus, Plan, device_seconds
 from mxfp4.studies.memory_check import (
     GB,
     P1_GPUS,
@@ -28,7 +28,7 @@ from mxfp4.studies.memory_check import (
     too_large,
     too_much_staged,
 )  # fmt: skip
-from mxfp4.data.packing_state import Packing, state_of
+from mxfp4.studies.plans import BASES, ArmStatus, Plan, device_seconds
 from mxfp4.studies.store import Store
 from mxfp4.training import weights
 from mxfp4.training.checkpoints import checkpoint
@@ -189,7 +189,9 @@ def _disk(
         name = f"checkpoints: {kept} of {STAGED} bytes a parameter for each arm in work ({len(sizes)})"
         rows.append((name, kept * sum(sizes)))
         if keep_weights:
-            rows.append((f"weights: {WEIGHTS} bytes a parameter", float(sum(WEIGHTS * c.model.n_params() for c in left))))
+            rows.append(
+                (f"weights: {WEIGHTS} bytes a parameter", float(sum(WEIGHTS * c.model.n_params() for c in left)))
+            )
         rows.append(("records", float(sum(RECORD_BYTES_PER_STEP * c.steps + 50_000 for c in left))))
     return rows
 

@@ -127,7 +127,7 @@ def _seeds(r: DryRun) -> list[str]:
     own = ", ".join(map(str, sorted(set().union(*arms.values()))))
     options = " ".join(f"--seed {seed}" for seed in wanted)
     return [
-        f"seeds: with {own} alone {len(short)} claims about these arms stay \"not tested at this scale\"; they need "
+        f'seeds: with {own} alone {len(short)} claims about these arms stay "not tested at this scale"; they need '
         f"{need} seeds of an arm ({options}{cost})"
     ]
 

@@ -78,9 +78,7 @@ def _packages() -> list[Check]:
         checks.append(Check(package, "ok" if version else "missing", version or "not installed", advice))
     for package, why in OPTIONAL.items():
         version = _version(package)
-        checks.append(
-            Check(package, "ok" if version else "note", version or "not installed", "" if version else why)
-        )
+        checks.append(Check(package, "ok" if version else "note", version or "not installed", "" if version else why))
     return checks
 
 
@@ -131,9 +129,7 @@ def _no_gpu(torch) -> Check:
     """Why there is none, where that can be told."""
     kfd, nvidia = Path("/dev/kfd"), Path("/dev/nvidiactl")
     if kfd.exists() and not os.access(kfd, os.R_OK | os.W_OK):
-        return Check(
-            "device", "note", "CPU; an AMD GPU is there without rights to it", "join groups render and video"
-        )
+        return Check("device", "note", "CPU; an AMD GPU is there without rights to it", "join groups render and video")
     closed = [p for p in sorted(Path("/dev/dri").glob("renderD*")) if not os.access(p, os.R_OK | os.W_OK)]
     if kfd.exists() and closed:
         return Check("device", "note", f"CPU; no rights to {closed[0]}", "join groups render and video")
@@ -148,9 +144,7 @@ def _no_gpu(torch) -> Check:
             "install PyTorch for CUDA",
         )
     if kfd.exists() or nvidia.exists():
-        return Check(
-            "device", "note", "CPU; a GPU is there, PyTorch cannot use it", "check the driver's version"
-        )
+        return Check("device", "note", "CPU; a GPU is there, PyTorch cannot use it", "check the driver's version")
     return Check("device", "ok", "CPU, no GPU", "scale cpu works; scales gpu and mi355x need one")
 
 
@@ -199,9 +193,7 @@ def _browser() -> Check:
     found = next((path for n in names if (path := shutil.which(n))), None)
     if found:
         return Check("browser", "ok", found)
-    return Check(
-        "browser", "note", "no Chromium", "only the test that opens the site needs it: `apt install chromium`"
-    )
+    return Check("browser", "note", "no Chromium", "only the test that opens the site needs it: `apt install chromium`")
 
 
 def _disk() -> Check:
@@ -209,9 +201,7 @@ def _disk() -> Check:
     existing = next(p for p in (root, *root.parents) if p.exists())
     free = shutil.disk_usage(existing).free / 1e9
     if not os.access(existing, os.W_OK):
-        return Check(
-            "disk", "missing", f"{existing} cannot be written", "set MXFP4_RUNS to a folder of yours"
-        )
+        return Check("disk", "missing", f"{existing} cannot be written", "set MXFP4_RUNS to a folder of yours")
     value = f"{free:.0f} GB free for {root}"
     if free < DISK_GB:
         return Check("disk", "missing", value, f"scale cpu needs {DISK_GB:g} GB: make room or set MXFP4_RUNS")
@@ -226,9 +216,13 @@ def _memory(scale: Scale) -> Check:
     try:
         total = room.ram()
     except (ValueError, OSError):
-        return Check("memory", "note", "unknown on this system", f"scale {scale.name} needs {need / 1e9:.3g} GB: {said}")
+        return Check(
+            "memory", "note", "unknown on this system", f"scale {scale.name} needs {need / 1e9:.3g} GB: {said}"
+        )
     if total < need:
-        return Check("memory", "missing", f"{total / 1e9:.0f} GB", f"scale {scale.name} needs {need / 1e9:.3g} GB: {said}")
+        return Check(
+            "memory", "missing", f"{total / 1e9:.0f} GB", f"scale {scale.name} needs {need / 1e9:.3g} GB: {said}"
+        )
     return Check("memory", "ok", f"{total / 1e9:.0f} GB, {need / 1e9:.3g} GB needed")
 
 
@@ -242,7 +236,9 @@ def host_memory(scale: Scale) -> tuple[float, str]:
         return MEMORY_GB * GB, "its processes"
     processes = scale.jobs * (scale.ranks_on(machine.gpus) if scale.spread else machine.gpus)
     held = staged([scale.config("bf16", 0)] * scale.jobs, scale, machine, scale.jobs)
-    what = f"{processes} processes of {PROCESS_GB:g} GB" + (f", {STAGED} bytes a parameter of checkpoints in writing" if held else "")
+    what = f"{processes} processes of {PROCESS_GB:g} GB" + (
+        f", {STAGED} bytes a parameter of checkpoints in writing" if held else ""
+    )
     return processes * PROCESS_GB * GB + held, what
 
 

@@ -9,14 +9,14 @@ import textwrap
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register the sub-command."""
-    parser = subparsers.add_parser(
-        "claims", help="the papers' claims, judged by the records", description=__doc__
-    )
+    parser = subparsers.add_parser("claims", help="the papers' claims, judged by the records", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the verdicts as JSON")
     parser.add_argument(
         "--scale", help="judge by the records of one scale (default: for each claim the largest that decides)"
     )
-    parser.add_argument("--study", action="store_true", help="the claims of the registered study (book/study.yml) instead")
+    parser.add_argument(
+        "--study", action="store_true", help="the claims of the registered study (book/study.yml) instead"
+    )
     parser.add_argument("--ledger", metavar="FILE", help="another ledger than book/claims.yml")
     parser.add_argument("--id", action="append", metavar="ID", help="only this claim; may be repeated")
     parser.set_defaults(handler=run)
@@ -53,18 +53,14 @@ def run(args: argparse.Namespace) -> int:
         print(f"  published: {figure.text} ({figure.cite})")
         if v.effect is not None:
             seeds = ", ".join(map(str, v.effect.seeds))
-            print(
-                f"  ours: {effect_text(v.effect)}, over {v.effect.over}; seeds {seeds}; scale {v.study.scale}"
-            )
+            print(f"  ours: {effect_text(v.effect)}, over {v.effect.over}; seeds {seeds}; scale {v.study.scale}")
             if v.effect.note:
                 print(f"        {v.effect.note}")
         for note in v.claim.notes:
             print(textwrap.fill(note, 100, initial_indent="  note: ", subsequent_indent="        "))
         print(f"  {v.reason}\n")
     counts = Counter(v.verdict for v in verdicts)
-    print(
-        f"{len(verdicts)} claims: " + ", ".join(f"{counts[name]} {name}" for name in VERDICTS if counts[name])
-    )
+    print(f"{len(verdicts)} claims: " + ", ".join(f"{counts[name]} {name}" for name in VERDICTS if counts[name]))
     return 0
 
 

@@ -15,7 +15,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add_plan_arguments(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="whose records (default: a GPU's, but at scale cpu)")
     parser.add_argument(
-        "--slice-minutes", type=float, metavar="M",
+        "--slice-minutes",
+        type=float,
+        metavar="M",
         help="cut what is missing into slices of M minutes of one device; `mxfp4 train --fit-minutes M` trains the first",
     )
     parser.set_defaults(handler=run)

@@ -16,9 +16,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--corpus", help="prose, technical, c4, c4:768-895 or synthetic (default: the scale's)")
     parser.add_argument("--vocab-size", type=int, help="ids of the tokenizer; 128256 takes Llama 3.1's")
     parser.add_argument("--scale", default="cpu", help="sets the two above (default: cpu)")
-    parser.add_argument(
-        "--shards", type=shard_range, metavar="FIRST-LAST", help="c4: training shards, e.g. 768-1023"
-    )
+    parser.add_argument("--shards", type=shard_range, metavar="FIRST-LAST", help="c4: training shards, e.g. 768-1023")
     parser.add_argument("--root", help="c4: folder of a local mirror (default: MXFP4_C4, else the hub)")
     parser.add_argument(
         "--tokenizer", metavar="FILE",
@@ -64,9 +62,7 @@ def run(args: argparse.Namespace) -> int:
             f"  {len(held)} training parts of {min(held)[0]:,} to {max(held)[0]:,} documents, "
             f"{min(b for _, b in held):,} to {max(b for _, b in held):,} bytes"
         )
-    print(
-        f"  {packed.meta['removed_duplicates']} training documents left out: they equal a validation document"
-    )
+    print(f"  {packed.meta['removed_duplicates']} training documents left out: they equal a validation document")
     print(f"  {_reader(args, scale, vocab_size, packed.folder)}")
     if args.verify:
         packed.verify()

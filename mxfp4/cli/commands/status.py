@@ -11,9 +11,7 @@ from collections import Counter
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register the sub-command."""
-    parser = subparsers.add_parser(
-        "status", help="records, and runs that go on or were stopped", description=__doc__
-    )
+    parser = subparsers.add_parser("status", help="records, and runs that go on or were stopped", description=__doc__)
     parser.set_defaults(handler=run)
 
 

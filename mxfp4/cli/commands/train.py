@@ -17,16 +17,22 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--last-start", type=float, metavar="M", help="begin no arm after M minutes; those in work are finished"
     )
     parser.add_argument(
-        "--fit-minutes", type=float, metavar="M",
+        "--fit-minutes",
+        type=float,
+        metavar="M",
         help="only the first missing arms, in the plan's order, that are estimated to fit into M minutes of one device",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: every GPU, or the CPU where there is none")
     parser.add_argument(
-        "--gpus", type=int, metavar="N",
+        "--gpus",
+        type=int,
+        metavar="N",
         help="on so many GPUs (default: all; 0: the CPU). In a dry run those meant (8 for mi355x on a machine without)",
     )
     parser.add_argument(
-        "--recompute-every", type=int, metavar="N",
+        "--recompute-every",
+        type=int,
+        metavar="N",
         help="compute every N-th block's activations again in the backward, for less memory, more time and the same "
         "results (default: the scale's; 0: none)",
     )
@@ -39,7 +45,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "record and no weights is trained again (its record stays)",
     )  # fmt: skip
     parser.add_argument(
-        "--again", action="store_true",
+        "--again",
+        action="store_true",
         help="run the arms named by --arm anew: records that they have go to runs/replaced. Interrupted, it goes on "
         "without --again",
     )
@@ -66,8 +73,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def chosen_plan(args: argparse.Namespace, name: str | None = None):
     """The Plan that the options ask for; name: instead of theirs. UserError for what is unknown."""
-    from mxfp4.studies.plans import plan  # imports torch
     from mxfp4.data.corpora import get_corpus
+    from mxfp4.studies.plans import plan  # imports torch
 
     overrides = {} if args.corpus is None else {"corpus": args.corpus}
     if args.corpus not in (None, "synthetic"):
@@ -91,7 +98,9 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _dry_run(args)
     if args.gpu_memory is not None:
-        raise UserError(f"--gpu-memory {args.gpu_memory:g} goes with --dry-run: training takes the memory that there is")
+        raise UserError(
+            f"--gpu-memory {args.gpu_memory:g} goes with --dry-run: training takes the memory that there is"
+        )
     from mxfp4.studies.runner import run_plan
     from mxfp4.training.execution.distributed import reports
 

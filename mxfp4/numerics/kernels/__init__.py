@@ -37,7 +37,7 @@ def quantize_matrix(
 
 
 def rotate_matrix(x: Tensor, size: int, signs: Tensor | None, inverse: bool, both: bool, dtype: torch.dtype) -> Tensor:
-    """x [R, C] rotated along C or along both axes, contiguous, in `dtype`; see the twin in `hadamard.py`."""
+    """X [R, C] rotated along C or along both axes, contiguous, in `dtype`; see the twin in `hadamard.py`."""
     if x.is_cuda and HAS_TRITON:
         from mxfp4.numerics.kernels.triton import rotate as rotate_triton
 

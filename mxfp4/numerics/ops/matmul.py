@@ -16,7 +16,7 @@ OUT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def matmul(a: MXTensor, b: MXTensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
-    """a [M, K] times b [N, K] transposed -> [M, N] in `out_dtype` (float32 or bfloat16), FP32 accumulation.
+    """A [M, K] times b [N, K] transposed -> [M, N] in `out_dtype` (float32 or bfloat16), FP32 accumulation.
 
     Both operands carry their blocks along K, and the same rotation, which then cancels; a 2D-blocked operand without
     rotation may also be a transpose. Equals the exact product of the dequantized operands up to FP32 accumulation.
@@ -42,7 +42,9 @@ def matmul(a: MXTensor, b: MXTensor, out_dtype: torch.dtype = torch.float32) -> 
         raise ValueError(f"rotations differ and would not cancel: a has {a.hadamard}, b has {b.hadamard}")
     if matmul_path(a.device) == "native":
         a, b = _packed_along_k(a), _packed_along_k(b)
-        return packed_operands.gemm_packed(a.qdata, a.scale, a.elem, a.block, b.qdata, b.scale, b.elem, b.block, out_dtype)
+        return packed_operands.gemm_packed(
+            a.qdata, a.scale, a.elem, a.block, b.qdata, b.scale, b.elem, b.block, out_dtype
+        )
     dtype = gemm_dtype(a.device)
     return gemm(_values(a, dtype), _values(b, dtype), out_dtype)
 

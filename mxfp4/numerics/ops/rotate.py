@@ -46,6 +46,8 @@ def rotated(
     recorded. Raises ValueError for another size, or where a rotated axis is no multiple of it.
     """
     if torch.is_grad_enabled() and t.requires_grad:
-        raise RuntimeError("rotated records no gradient: hadamard_transform does, and torch.no_grad() says that none is wanted")
+        raise RuntimeError(
+            "rotated records no gradient: hadamard_transform does, and torch.no_grad() says that none is wanted"
+        )
     one_of("Hadamard size", size, SIZES)
     return torch.ops.mxfp4.rotate(t, size, signs, inverse, both, dtype)

@@ -23,7 +23,9 @@ def read(name: str) -> dict | list | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}): write it again with `mxfp4 bench` or `mxfp4 isa --json`") from None
+        raise UserError(
+            f"{path} is damaged ({error}): write it again with `mxfp4 bench` or `mxfp4 isa --json`"
+        ) from None
 
 
 def isa() -> pd.DataFrame:
@@ -103,7 +105,13 @@ def sizes_of_rotation(name: str) -> pd.DataFrame:
         found.append((f"{arch} ({chips})", "instructions of the quantizer, H32 : H16", ratio))
     time = rows(name).query("who == 'mxfp4'").drop_duplicates("name").set_index("name")["microseconds"]
     if {"packed, both, h16", "packed, both, h32"} <= set(time.index):
-        found.append((device(name).split(",")[0], "time of the quantizer, H32 : H16", time["packed, both, h32"] / time["packed, both, h16"]))
+        found.append(
+            (
+                device(name).split(",")[0],
+                "time of the quantizer, H32 : H16",
+                time["packed, both, h32"] / time["packed, both, h16"],
+            )
+        )
     return pd.DataFrame(found, columns=["source", "quantity", "ratio"])
 
 

@@ -16,11 +16,11 @@ import pandas as pd
 
 from mxfp4.analysis import bootstrap
 from mxfp4.analysis.claims import effect_text
-from mxfp4.errors import UserError
-from mxfp4.report import frames
 from mxfp4.analysis.effect import SEEDS_AND_WINDOWS, Effect, endings_note, estimate, final_losses, widened  # fmt: skip
 from mxfp4.analysis.study import Study
 from mxfp4.data.synthetic import SyntheticCorpus
+from mxfp4.errors import UserError
+from mxfp4.report import frames
 
 
 @lru_cache(maxsize=4)

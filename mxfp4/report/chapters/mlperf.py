@@ -98,7 +98,9 @@ def uncertainty_frame(results: pd.DataFrame) -> pd.DataFrame:
 def speed_frame(results: pd.DataFrame) -> pd.DataFrame:
     """source, mark, step_speed, overhead, end_to_end (computed from these), arithmetic (the same, written out), stated (by
     the source as text; for the logs the ratio of their minutes). P1 and the press article stand under their own names."""
-    rows = [(*_published_speed("step-speed"), published.figure("token-overhead").low, published.figure("end-to-end").text)]
+    rows = [
+        (*_published_speed("step-speed"), published.figure("token-overhead").low, published.figure("end-to-end").text)
+    ]
     press = published.figure("press/overhead")
     for overhead in (press.high, press.low):
         rows.append((*_published_speed("press/step-speed"), overhead, published.figure("press/end-to-end").text))

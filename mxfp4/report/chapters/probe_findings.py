@@ -12,10 +12,19 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from mxfp4.report.probe_tables import FIXED, FP4_SCOPE, REDRAWN, TENSORS, loss_gaps, loss_gaps_by_seed, select, summary  # fmt: skip
 from mxfp4.analysis.effect import NoProbe
 from mxfp4.analysis.study import Study
 from mxfp4.layers.recipe import recipe
+from mxfp4.report.probe_tables import (  # fmt: skip
+    FIXED,
+    FP4_SCOPE,
+    REDRAWN,
+    TENSORS,
+    loss_gaps,
+    loss_gaps_by_seed,
+    select,
+    summary,
+)
 
 
 @dataclass(frozen=True)
@@ -127,9 +136,7 @@ def drift(rows: pd.DataFrame, name: str) -> str:
     if len(table) < 2:
         return f"{name[0].upper()}{name[1:]} was probed once."
     first, last = table.iloc[0], table.iloc[-1]
-    return (
-        f"Over all tensors {name} goes from {share(first)} at step {table.index[0]} to {share(last)} at step {table.index[-1]}."
-    )
+    return f"Over all tensors {name} goes from {share(first)} at step {table.index[0]} to {share(last)} at step {table.index[-1]}."
 
 
 def batches(patterns: pd.DataFrame) -> str:
@@ -200,7 +207,9 @@ def error_size(study: Study, source: str = "bf16") -> Finding:
     numbers = numbers.join(loss_gaps(study).rename("loss gap")).reindex([n for n in recipes if n in numbers.index])
     tested = [name for name in STOCHASTIC if name in layers]
     if "mxfp4" not in layers or not tested:
-        return Finding(f"Not tested: {source} was not probed under mxfp4 and a stochastic method.", numbers.reset_index())
+        return Finding(
+            f"Not tested: {source} was not probed under mxfp4 and a stochastic method.", numbers.reset_index()
+        )
     said, larger = [], []
     for name in tested:
         pair = layers[["mxfp4", name]].dropna()
@@ -235,7 +244,9 @@ def error_pattern(study: Study, source: str = "bf16") -> Finding:
     numbers = kept.join(gaps.rename("loss gap")).reindex([n for n in FP4_SCOPE if n in kept.index])
     fixed, redrawn = (kept.loc[[n for n in names if n in kept.index]] for names in (FIXED, REDRAWN))
     if fixed.empty or redrawn.empty:
-        return Finding(f"Not tested: {source} was not probed under both fixed and redrawn recipes.", numbers.reset_index())
+        return Finding(
+            f"Not tested: {source} was not probed under both fixed and redrawn recipes.", numbers.reset_index()
+        )
     holds = fixed["low"].min() > redrawn["high"].max()
     text = (
         f"The press's premise {'holds' if holds else 'does not hold'} on the tensors of {source}: from one step to the next the "

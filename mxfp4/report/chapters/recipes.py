@@ -80,7 +80,7 @@ MEASURES = {
 
 
 def properties_frame(study: Study, arms: Sequence[str]) -> pd.DataFrame:
-    """arm and the MEASURES of its own tensors under its own recipe (means over layers and steps); NaN if not probed."""
+    """Arm and the MEASURES of its own tensors under its own recipe (means over layers and steps); NaN if not probed."""
     rows = []
     for arm in (a for a in arms if a in study.arms):
         row = {"arm": arm}

@@ -154,7 +154,11 @@ def slope(
     shared = set.intersection(*map(set, gaps))
     effect = Effect(value, math.nan, math.nan, "nats", tuple(sorted(set.union(*map(set, gaps)))))
     if any(s.config.stop_at_target or len(g) < 2 for s, g in zip(sizes, gaps, strict=True)):
-        return estimate({k: float((weights @ [g[k] for g in gaps]).round(9)) for k in shared}, "nats") if shared else effect
+        return (
+            estimate({k: float((weights @ [g[k] for g in gaps]).round(9)) for k in shared}, "nats")
+            if shared
+            else effect
+        )
     samples = np.full(DRAWS, value)
     for i, (study, gap, weight) in enumerate(zip(sizes, gaps, weights, strict=True)):
         ours, theirs = bootstrap.run_noise(table(study, sorted(gap)), [arm, reference], stream=i)

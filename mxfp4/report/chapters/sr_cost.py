@@ -65,7 +65,10 @@ def _cost(study: Study, rule: str, suffix: str, against: str) -> Effect | None:
 def _signs(effects: dict[str, Effect]) -> str:
     """Under which rules the whole interval lies above zero, and under which below."""
     parts = []
-    for word, found in (("higher", [r for r, e in effects.items() if e.low > 0]), ("lower", [r for r, e in effects.items() if e.high < 0])):
+    for word, found in (
+        ("higher", [r for r, e in effects.items() if e.low > 0]),
+        ("lower", [r for r, e in effects.items() if e.high < 0]),
+    ):
         if found:
             parts.append(f"ends {word} under {_and(found)}")
     left = len(effects) - sum(e.low > 0 or e.high < 0 for e in effects.values())

@@ -58,7 +58,9 @@ def recorded(study: Study, arms: Sequence[str]) -> pd.DataFrame:
         rates = [r.timings.get("tokens_per_second") for r in records]
         rates = [rate for rate in rates if rate]
         if rates:
-            effect = metrics.attempt("throughput_ratio", study, arm=arm, against=REFERENCE) if study.path == NATIVE else None
+            effect = (
+                metrics.attempt("throughput_ratio", study, arm=arm, against=REFERENCE) if study.path == NATIVE else None
+            )
             rows.append({
                 "arm": arm, "seeds": len(rates), "alone": sum(not math.isnan(metrics.speed(r)) for r in records),
                 "step": study.config.tokens_per_step / float(np.mean(rates)), "tokens_per_second": float(np.mean(rates)),
@@ -165,7 +167,9 @@ def _ours(study: Study, arm: str, at: float) -> list[dict]:
     own = metrics.attempt("measured_end_to_end", study, arm=arm, at=at) if study.path == NATIVE else None
     if own is not None:
         speed = metrics.throughput_ratio(study, arm=arm, against=REFERENCE)
-        rows.append(_row(f"ours, scale {study.scale}", arm, speed.value, effect, "step speed and overhead measured", own))
+        rows.append(
+            _row(f"ours, scale {study.scale}", arm, speed.value, effect, "step speed and overhead measured", own)
+        )
     if arm == BLOCKS[0]:
         clocked = logs.step_speed(published.mlperf_results())
         for source, speed in (("P1's", published.figure("step-speed").low), ("the logs'", clocked)):
@@ -247,7 +251,8 @@ def calculator(frame: pd.DataFrame, *, title: str) -> alt.LayerChart:
     frame: rows of `gated`, drawn as fixed points. The contour of 1 is where faster steps stop paying.
     """
     speed = alt.param(
-        name="step_speed", value=published.figure("step-speed").low,
+        name="step_speed",
+        value=published.figure("step-speed").low,
         bind=alt.binding_range(min=SPEEDS[0], max=SPEEDS[1], step=0.01, name="step speed over FP8 "),
     )
     overhead = alt.param(
@@ -263,8 +268,8 @@ def calculator(frame: pd.DataFrame, *, title: str) -> alt.LayerChart:
         strokeDash=alt.condition(alt.datum.level == 1.0, alt.value([1, 0]), alt.value([4, 3])),
     )  # fmt: skip
     ends = lines.loc[lines.groupby("level")["overhead"].idxmax()]
-    named = alt.Chart(ends).mark_text(align="right", dy=-7, dx=-2).encode(
-        x=x, y=y, text=alt.Text("level:Q", format=".1f")
+    named = (
+        alt.Chart(ends).mark_text(align="right", dy=-7, dx=-2).encode(x=x, y=y, text=alt.Text("level:Q", format=".1f"))
     )
     points = frame.assign(
         percent=100 * frame["overhead"], who=["ours" if s.startswith("ours") else s for s in frame["source"]]
@@ -279,7 +284,9 @@ def calculator(frame: pd.DataFrame, *, title: str) -> alt.LayerChart:
                  alt.Tooltip("end_to_end:Q", format=".3f")],
     )  # fmt: skip
     here = alt.Chart(pd.DataFrame({"here": [0]})).transform_calculate(
-        speed="step_speed", overhead="token_overhead", gain="step_speed / (1 + token_overhead / 100)",
+        speed="step_speed",
+        overhead="token_overhead",
+        gain="step_speed / (1 + token_overhead / 100)",
         said="format(datum.gain, '.3f') + 'x end to end: ' + (datum.gain > 1 ? 'FP4 pays' : 'FP4 does not pay')",
     )
     cross = here.mark_point(shape="cross", size=260, color=PALETTE[1], filled=True).encode(x=x, y=y)

@@ -56,11 +56,7 @@ def save(folder: Path | str, step: int, state: dict) -> Path:
         write_atomic(path, data)
         write_atomic(_sum_path(path), f"{hashlib.sha256(data).hexdigest()}  {path.name}\n".encode())
     except OSError as error:
-        reason = (
-            "the disk is full"
-            if error.errno in (errno.ENOSPC, errno.EDQUOT)
-            else error.strerror or str(error)
-        )
+        reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
         raise UserError(f"cannot write checkpoint {path}: {reason}; earlier checkpoints are intact") from None
     prune(folder)
     return path

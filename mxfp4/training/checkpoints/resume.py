@@ -49,9 +49,7 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
 class Checkpoints:
     """The checkpoints of one run in `folder`. seconds: least time between two of them; 0: one a step."""
 
-    def __init__(
-        self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, seconds: float
-    ):
+    def __init__(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, seconds: float):
         self.folder, self.model, self.optimizer, self.ranks, self.seconds = folder, model, optimizer, ranks, seconds
         self.split = ranks.control is not None
         if self.split:
@@ -120,6 +118,7 @@ class Checkpoints:
     def load(self, check) -> tuple[int, dict] | None:
         """Restore the newest whole checkpoint; (step, plain data), None where there is none. A damaged one is named
         in a warning, set aside and passed over. check: called with the plain data before anything is restored; may raise."""
+
         def load(path: Path) -> dict:
             return self._load_folder(path, check) if path.suffix == "" else self._load_file(path, check)
 

@@ -55,7 +55,7 @@ def table(costs=(), *, scatter=0.004, noise=None, failed=(), seed=0):
                         loss = 3 + BUDGETS[budget] + cost + e
                         rows.append((name, arm, s, budget, forward, loss, loss - 2.5, loss, 0.5 - cost / 4, 0.8 - cost,
                                      failed.get((arm, s), "finished")))  # fmt: skip
-    columns = "runs arm seed budget forward loss excess training top1 copying status".split()
+    columns = ["runs", "arm", "seed", "budget", "forward", "loss", "excess", "training", "top1", "copying", "status"]
     return pd.DataFrame(rows, columns=columns)
 
 

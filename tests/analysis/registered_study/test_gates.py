@@ -17,13 +17,17 @@ def runs(part="main", full=(3.0, 3.004, 2.996), fall=0.22, arm="bf16"):
     rows = []
     for seed, loss in enumerate(full):
         for budget, add in (("full", 0.0), ("third", fall)):
-            rows.append({"runs": part, "arm": arm, "seed": seed, "budget": budget, "forward": "own", "loss": loss + add})
+            rows.append(
+                {"runs": part, "arm": arm, "seed": seed, "budget": budget, "forward": "own", "loss": loss + add}
+            )
             rows.append({**rows[-1], "forward": "bf16", "loss": 99.0})
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def probes(**values):
-    rows = [(part, "mxfp4", 0, f"{tensor}-kurtosis", v) for part, pair in values.items() for tensor, v in zip("xg", pair)]
+    rows = [
+        (part, "mxfp4", 0, f"{tensor}-kurtosis", v) for part, pair in values.items() for tensor, v in zip("xg", pair)
+    ]
     return pd.DataFrame(rows, columns=PROBE_COLUMNS)
 
 
@@ -32,7 +36,9 @@ def by_gate(*tables):
 
 
 def test_a_good_source_passes():
-    found = by_gate(pd.concat([runs(), runs("ladder", full=(2.5,), fall=0.1)]), probes(main=(6.0, 8.0), text=(5.5, 9.0)))
+    found = by_gate(
+        pd.concat([runs(), runs("ladder", full=(2.5,), fall=0.1)]), probes(main=(6.0, 8.0), text=(5.5, 9.0))
+    )
     assert found["passed"].tolist() == [True] * 5
     assert found.loc["slope", "value"] == pytest.approx(0.22 / math.log(3))
     assert found.loc["scatter", "value"] == pytest.approx(np.std([3.0, 3.004, 2.996], ddof=1))

@@ -48,7 +48,9 @@ def record(recipe, seed=0, part="main", cost=0.0, status="finished", until=1.0):
         end = int(name) if name.isdigit() else config.steps
         forwards = ["own", "bf16", *(config.final_forwards if not name else ())]
         for i, forward in enumerate(forwards if end <= last else []):
-            loss = FLOOR + config.steps / end + (cost / 2 if forward == "bf16" else cost) + (0.1 if name == "bf16" else 0)
+            loss = (
+                FLOOR + config.steps / end + (cost / 2 if forward == "bf16" else cost) + (0.1 if name == "bf16" else 0)
+            )
             rows.append({"branch": name, "step": end, "tokens": end, "forward": forward, "windows": 4, "loss": loss,
                          "top1": 0.5 + i / 100, "copy_top1": 0.25})  # fmt: skip
         if end <= last:  # an earlier evaluation, which is not one after a decay

@@ -113,19 +113,25 @@ def test_records_of_several_ranks_give_gpu_hours_and_the_time_of_a_step(tmp_path
 
 def test_every_arm_has_a_memory_line(tmp_path):
     lines = text(dry_run(large(None), Store(tmp_path))).splitlines()
-    titles = [line.removeprefix("memory of a GPU: ") for line in lines if re.search(r"B parameters: peak [\d.]+ GB", line)]
+    titles = [
+        line.removeprefix("memory of a GPU: ") for line in lines if re.search(r"B parameters: peak [\d.]+ GB", line)
+    ]
     named = [name for title in titles for name in title.partition(", 8.03 B")[0].split(", ")]
     assert sorted(named) == sorted({a.recipe for a in large(None).arms}) and 1 < len(titles) < len(named)
 
 
 def test_the_host_holds_checkpoints_in_writing(tmp_path, monkeypatch):
     result = dry_run(large(), Store(tmp_path))
-    assert result.staging == 12 * large().arms[0].model.n_params() and "memory of the host: 96.4 GB, pinned" in text(result)
+    assert result.staging == 12 * large().arms[0].model.n_params() and "memory of the host: 96.4 GB, pinned" in text(
+        result
+    )
     there = replace(result.machine, host=50e9)
     monkeypatch.setattr(module, "machine_for", lambda *a: there)
     (problem,) = dry_run(large(), Store(tmp_path)).problems
     assert problem.startswith("host memory: 96.4 GB hold") and "the machine has 50.0 GB" in problem
-    assert dry_run(plan("table1", "gpu", recipes=["fp8"]), Store(tmp_path)).staging == 0  # those are copied by themselves
+    assert (
+        dry_run(plan("table1", "gpu", recipes=["fp8"]), Store(tmp_path)).staging == 0
+    )  # those are copied by themselves
 
 
 def test_kept_weights_are_on_the_disk_and_an_arm_without_them_is_left(tmp_path):
@@ -141,11 +147,17 @@ def test_kept_weights_are_on_the_disk_and_an_arm_without_them_is_left(tmp_path):
 def test_what_the_seeds_decide_and_what_three_would_cost(tmp_path):
     one, three = (plan("table1", "mi355x", seeds=seeds) for seeds in (None, (0, 1, 2)))
     (line,) = (x for x in text(dry_run(one, Store(tmp_path))).splitlines() if x.startswith("seeds: "))
-    found = re.match(r"seeds: with 0 alone (\d+) claims .* need 3 seeds of an arm \(--seed 0 --seed 1 --seed 2, ([\d,]+) GPU", line)
-    needy = [c for c in load_ledger() if c.arms and set(c.arms) <= {a.recipe for a in one.arms} and c.needs["seeds"] == 3]
+    found = re.match(
+        r"seeds: with 0 alone (\d+) claims .* need 3 seeds of an arm \(--seed 0 --seed 1 --seed 2, ([\d,]+) GPU", line
+    )
+    needy = [
+        c for c in load_ledger() if c.arms and set(c.arms) <= {a.recipe for a in one.arms} and c.needs["seeds"] == 3
+    ]
     assert 0 < int(found[1]) <= len(needy)
     hours = sum(c.gpu_hours_left or 0 for c in dry_run(three, Store(tmp_path)).costs)
-    assumed = sum(a.recipe not in ("fp8", "mxfp4+h16") for a in three.arms) * steps_worth(one.arms[0]) * 1.043 * 8 / 3600
+    assumed = (
+        sum(a.recipe not in ("fp8", "mxfp4+h16") for a in three.arms) * steps_worth(one.arms[0]) * 1.043 * 8 / 3600
+    )
     assert float(found[2].replace(",", "")) == pytest.approx(hours + assumed, rel=0.01)
     assert "seeds: " not in text(dry_run(three, Store(tmp_path)))
     assert "seeds: " not in text(dry_run(plan("table1", "cpu"), Store(tmp_path)))  # too small, whatever the seeds

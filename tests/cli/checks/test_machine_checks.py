@@ -225,7 +225,9 @@ def test_a_corpus_of_some_shards(node, tmp_path):
     assert "`make reproduce SCALE=mi355x CORPUS=c4:768-799`" in whole.advice
     checks = {c.name: c for c in machine_checks.diagnose("mi355x", "c4:768-799")}
     some = checks["corpus c4:768-799"]
-    assert some.status == "note" and some.advice.startswith("`mxfp4 prepare --scale mi355x --corpus c4:768-799` packs it")
+    assert some.status == "note" and some.advice.startswith(
+        "`mxfp4 prepare --scale mi355x --corpus c4:768-799` packs it"
+    )
     assert [c for c in checks.values() if c.status == "missing"] == []
     (tmp_path / "c4" / C4()._files()[1]).unlink()
     none = {c.name: c for c in machine_checks.diagnose("mi355x", "c4:768-799")}["corpus c4:768-799"]
@@ -242,7 +244,9 @@ def test_the_network_is_tried_for_what_must_come_from_it(node, monkeypatch):
     monkeypatch.setattr("mxfp4.data.hub.unreachable", lambda *a: "HTTP 429 Too Many Requests")
     busy = status("network", "mi355x")
     assert busy.status == "missing" and "wait a few minutes" in busy.advice
-    monkeypatch.setattr("mxfp4.data.packing_state.state_of", lambda *a: Packing("c4", 128256, True, "packed, 5 training tokens", 0.0))
+    monkeypatch.setattr(
+        "mxfp4.data.packing_state.state_of", lambda *a: Packing("c4", 128256, True, "packed, 5 training tokens", 0.0)
+    )
     monkeypatch.delenv("MXFP4_LLAMA_TOKENIZER")
     checks = {c.name: c for c in machine_checks.diagnose("mi355x")}
     assert checks["network"].value == "not tried: the corpus is packed" and "llama tokenizer" not in checks

@@ -44,9 +44,7 @@ def covering(options: tuple[tuple, ...]) -> list[tuple]:
     chosen = []
     while left:
         wanted = dict(min(left))  # this pair for certain
-        tries = [
-            tuple(wanted.get(i, draw.choice(values)) for i, values in enumerate(options)) for _ in range(50)
-        ]
+        tries = [tuple(wanted.get(i, draw.choice(values)) for i, values in enumerate(options)) for _ in range(50)]
         chosen.append(max(tries, key=lambda choice: len(pairs(choice) & left)))
         left -= pairs(chosen[-1])
     return chosen
@@ -82,7 +80,11 @@ def test_the_variants_cover_every_pair_of_options():
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 @pytest.mark.parametrize("i", range(VARIANTS))
 @settings(max_examples=12)
-@given(seed=st.integers(0, 2**31), hard=st.lists(block(special=True), min_size=1, max_size=4), key=st.integers(-(2**63), 2**63 - 1))
+@given(
+    seed=st.integers(0, 2**31),
+    hard=st.lists(block(special=True), min_size=1, max_size=4),
+    key=st.integers(-(2**63), 2**63 - 1),
+)
 def test_a_variant_gives_the_twins_bytes(i, seed, hard, key):
     row, col = variant(i)
     dtype = DTYPES[i % 3]
@@ -116,7 +118,9 @@ def test_beyond_two_to_the_31_elements(packed):
     nearest = orientation("e2m1", "1d", "even", False, 16, False, how.dtype)
     _, col = load("quantize").quantize_matrix(x[None], None, nearest, None)
     _, last = twin.quantize_matrix(x[None, -64:], None, nearest, None)
-    assert all(same(a if a is None else a[:, :, -b.shape[-1] :], b) for a, b in zip(col, last, strict=True) if b is not None)
+    assert all(
+        same(a if a is None else a[:, :, -b.shape[-1] :], b) for a, b in zip(col, last, strict=True) if b is not None
+    )
 
 
 @on_gpu

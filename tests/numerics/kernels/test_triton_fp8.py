@@ -30,7 +30,9 @@ def test_the_kernel_rounds_as_torchs_cast(elem, scale):
 
 
 @pytest.mark.parametrize("elem", CAST)
-@pytest.mark.parametrize("x", [[0.0, 0.0], [-3.0, 1.0], [1e-38, 0.0], [3e38, -1.0], [float("nan"), 1.0], [float("inf"), 1.0]])
+@pytest.mark.parametrize(
+    "x", [[0.0, 0.0], [-3.0, 1.0], [1e-38, 0.0], [3e38, -1.0], [float("nan"), 1.0], [float("inf"), 1.0]]
+)
 def test_per_tensor_scaling(elem, x):
     """1e-38 needs a scale beyond FP32: its largest serves."""
     x = torch.tensor(x)
@@ -136,7 +138,14 @@ def test_results_lie_where_a_compiler_expects_them_and_share_no_memory(dtype, co
     if not compiler:
         monkeypatch.setattr(quantize_cpu, "kernel", lambda: None)
     base = torch.randn(60, 70).to(dtype)
-    for x in (*laid_out(base), base[3:40, 5:60].t(), base[::2, ::3].t(), base[:1].expand(5, -1).t(), base[:1], base[:0]):
+    for x in (
+        *laid_out(base),
+        base[3:40, 5:60].t(),
+        base[::2, ::3].t(),
+        base[:1].expand(5, -1).t(),
+        base[:1],
+        base[:0],
+    ):
         utils = ("test_schema", "test_faketensor")
         torch.library.opcheck(ops.fp8_per_tensor, (x, "e4m3", torch.float32), test_utils=utils)
         torch.library.opcheck(packed_operands.fp8_codes, (x, "e4m3", True), test_utils=utils)
@@ -164,7 +173,9 @@ def test_codes_on_a_gpu_by_its_own_conversion_or_without(elem, dtype, monkeypatc
             assert_codes(x.to(dtype).to(kernels.DEVICE), elem)
         for x in laid_out(torch.randn(1024, 1536)):
             assert_codes(x.to(dtype).to(kernels.DEVICE), elem)
-        found = packed_operands.fp8_codes_pair(torch.linspace(-3, 5, 2**20, device=kernels.DEVICE).view(1024, 1024), elem)
+        found = packed_operands.fp8_codes_pair(
+            torch.linspace(-3, 5, 2**20, device=kernels.DEVICE).view(1024, 1024), elem
+        )
         assert own is None or all(torch.equal(a, b) for a, b in zip(found, own, strict=True))
         own = found
 

@@ -34,7 +34,9 @@ def interpreted_dot_scaled() -> bool:
     return hasattr(InterpreterBuilder, "create_dot_scaled")
 
 
-needs_dot_scaled = pytest.mark.skipif("not __import__('tests.numerics.kernels.test_triton_gemm', fromlist=['']).interpreted_dot_scaled()")
+needs_dot_scaled = pytest.mark.skipif(
+    "not __import__('tests.numerics.kernels.test_triton_gemm', fromlist=['']).interpreted_dot_scaled()"
+)
 
 
 @needs_dot_scaled

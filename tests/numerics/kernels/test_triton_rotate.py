@@ -86,7 +86,7 @@ def test_any_number_of_rows_along_the_last_axis(rows):
 def test_any_strides(dtype, both):
     """Cut out, transposed, every second, a row for all, a column for all."""
     base = ordinary((130, 150), dtype, 5)
-    for x in (*laid_out(base), base[3:51, 5:21].t(), base[:, 1:2].expand(-1, 96), base[4:100:2, ::-1 + 4]):
+    for x in (*laid_out(base), base[3:51, 5:21].t(), base[:, 1:2].expand(-1, 96), base[4:100:2, :: -1 + 4]):
         rows, columns = (n - n % 16 for n in x.shape)
         for t in (x[:rows, :columns], x[:rows, :columns].t()):
             if t.numel():
@@ -116,7 +116,9 @@ def test_what_is_not_finite_spoils_its_own_group_alone():
 def test_both_axes_undo_themselves_and_the_operator_refuses_other_sizes():
     x = torch.randn(64, 96)
     assert (rotated(rotated(x, 16, both=True), 16, both=True) - x).abs().max() < 2e-6
-    with pytest.raises(ValueError, match=r"the last axis in groups of 64 needs a matrix of such multiples, got \(64, 96\)"):
+    with pytest.raises(
+        ValueError, match=r"the last axis in groups of 64 needs a matrix of such multiples, got \(64, 96\)"
+    ):
         rotated(x, 64)
     with pytest.raises(ValueError, match=r"both axes in groups of 32 .* got \(16, 96\)"):
         rotated(x[:16], 32, both=True)
@@ -158,9 +160,7 @@ def test_quests_rounding_is_the_twins(dtype):
     assert {True, False} == set(std.isfinite().flatten().tolist())
     for n in (len(blocks), 64, 1, 0):
         theirs = quest.round_blocks(blocks[:n], std[:n], quest.CLIP, quest.EPS, dtype)
-        ours = load("quest").round_blocks(
-            blocks[:n].to(DEVICE), std[:n].to(DEVICE), quest.CLIP, quest.EPS, dtype
-        )
+        ours = load("quest").round_blocks(blocks[:n].to(DEVICE), std[:n].to(DEVICE), quest.CLIP, quest.EPS, dtype)
         assert same(ours[0], theirs[0]) and ours[0].dtype == dtype
         assert torch.equal(ours[1].cpu(), theirs[1]) and ours[1].dtype == torch.bool
 
@@ -281,7 +281,11 @@ def test_each_tensor_and_each_product_is_rotated_once(name, rotations, monkeypat
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("size", SIZES)
 def test_large_matrices_on_a_gpu(size, both):
-    for dtype, out in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.float16)):
+    for dtype, out in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.float16),
+    ):
         for seed, data in enumerate((ordinary, any_bits)):
             x = data((512, 1024 + size), dtype, seed)
             check(x, size, both=both, dtype=out)

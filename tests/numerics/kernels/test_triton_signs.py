@@ -13,4 +13,6 @@ def test_the_kernel_draws_the_twins_signs(seed, size):
     module = kernels.load("signs")
     on_device = torch.tensor(seed, device=kernels.DEVICE)
     for stream in (0, 2, 2**31 + 5):
-        assert torch.equal(module.random_signs(on_device, size, stream).cpu(), random_signs(on_device.cpu(), size, stream))
+        assert torch.equal(
+            module.random_signs(on_device, size, stream).cpu(), random_signs(on_device.cpu(), size, stream)
+        )

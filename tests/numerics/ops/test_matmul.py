@@ -40,9 +40,7 @@ def test_random_scales(m, k, out_dtype):
     assert_product(got, a, b)
 
 
-@pytest.mark.parametrize(
-    "elem_a, elem_b", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e2m1", "e4m3"), ("e5m2", "e2m1")]
-)
+@pytest.mark.parametrize("elem_a, elem_b", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e2m1", "e4m3"), ("e5m2", "e2m1")])
 def test_mixed_elements(elem_a, elem_b):
     a, b = random_operand(33, 160, 1, elem_a), random_operand(68, 160, 2, elem_b)
     assert_product(matmul(a, b), a, b)
@@ -199,11 +197,10 @@ def test_what_a_chip_multiplies_itself(arch, expected, monkeypatch):
 
 def test_the_native_road_gives_the_emulated_product(monkeypatch):
     """On a chip with FP4 units `matmul` hands packed operands to the kernel; here Triton interprets it."""
-    from tests.fakes import triton_kernels as kernels
-    from tests.numerics.kernels.test_triton_gemm import interpreted_dot_scaled
-
     from mxfp4.numerics.kernels import triton as package
     from mxfp4.numerics.ops import matmul as module
+    from tests.fakes import triton_kernels as kernels
+    from tests.numerics.kernels.test_triton_gemm import interpreted_dot_scaled
 
     if not interpreted_dot_scaled():
         pytest.skip("this Triton's interpreter does not know dot_scaled")

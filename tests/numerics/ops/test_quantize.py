@@ -77,9 +77,7 @@ def test_nan_in_any_place_of_blocks_of_either_kind():
             q = quantize(x, axis=axis)
             row, column = (place, 63 - place) if axis else (63 - place, place)
             assert (q.scale == 255).nonzero().tolist() == [[row, column // 32]]
-        assert (quantize(x, block="2d").scale == 255).nonzero().tolist() == [
-            [place // 32, (63 - place) // 32]
-        ]
+        assert (quantize(x, block="2d").scale == 255).nonzero().tolist() == [[place // 32, (63 - place) // 32]]
 
 
 @pytest.mark.parametrize("block_kind", ["1d", "2d"])
@@ -306,9 +304,7 @@ def test_seeds():
     def draw(seed=None, **how):
         return quantize(x, rounding="stochastic", seed=seed, **how)
 
-    assert (
-        same(draw(1), draw(1)) and same(draw(1), draw(torch.tensor(1))) and same(draw(1), draw(np.int64(1)))
-    )
+    assert same(draw(1), draw(1)) and same(draw(1), draw(torch.tensor(1))) and same(draw(1), draw(np.int64(1)))
     assert same(draw(-1), draw(2**64 - 1)) and same(draw(-(2**63)), draw(2**63))
     assert not same(draw(1), draw(2)) and not same(draw(1), draw(1 + 2**32))
     assert not same(draw(), draw())  # the next call differs
@@ -329,9 +325,7 @@ def test_nearest_draws_nothing():
 def test_operands_of_a_gemm_share_their_signs():
     x = torch.eye(32)
     h = Hadamard(16, "seed")
-    signs = [
-        tuple(fake_quantize(x, hadamard=h, seed=4, stream=s)[0, :16].sign().tolist()) for s in (0, 1, 2, 3)
-    ]
+    signs = [tuple(fake_quantize(x, hadamard=h, seed=4, stream=s)[0, :16].sign().tolist()) for s in (0, 1, 2, 3)]
     assert signs[0] == signs[1] and signs[2] == signs[3]
     rows = [fake_quantize(x, hadamard=h, seed=4, stream=s) for s in (0, 2)]
     assert not torch.equal(*rows)

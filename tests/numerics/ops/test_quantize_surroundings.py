@@ -69,8 +69,7 @@ def test_meta_tensors_give_shapes():
     q = quantize(x, **SR_ROTATED)
     assert q.qdata.shape == (64, 96) and q.scale.shape == (2, 3) and q.dequantize().shape == (64, 96)
     assert (
-        quantize(x).qdata.shape == (64, 48)
-        and fake_quantize(x, axis=0, dtype=torch.bfloat16).dtype == torch.bfloat16
+        quantize(x).qdata.shape == (64, 48) and fake_quantize(x, axis=0, dtype=torch.bfloat16).dtype == torch.bfloat16
     )
 
 
@@ -131,9 +130,7 @@ def test_number_of_threads_does_not_matter():
 def test_vmap_over_rows():
     x = normal(8, 64)
     assert torch.equal(torch.func.vmap(fake_quantize)(x), fake_quantize(x))
-    assert torch.equal(
-        torch.func.vmap(lambda v: quantize(v).scale, in_dims=1)(x.t().contiguous()), quantize(x).scale
-    )
+    assert torch.equal(torch.func.vmap(lambda v: quantize(v).scale, in_dims=1)(x.t().contiguous()), quantize(x).scale)
 
 
 def test_gradients_are_zero_not_wrong():

@@ -32,7 +32,9 @@ def test_properties_are_of_each_arms_own_tensors(tmp_path):
     ]
     put(store, config("mxfp4+2d+hh16", probe_steps=(100, 101)), probes=rows)
     put(store, config("mxfp4+2d"))
-    frame = recipe_tables.properties_frame(studies(store.load())[0], ["mxfp4+2d", "mxfp4+2d+hh16", "ti2d"]).set_index("arm")
+    frame = recipe_tables.properties_frame(studies(store.load())[0], ["mxfp4+2d", "mxfp4+2d+hh16", "ti2d"]).set_index(
+        "arm"
+    )
     assert list(frame.index) == ["mxfp4+2d", "mxfp4+2d+hh16"]
     assert frame.loc["mxfp4+2d+hh16", "mismatch of W"] == 0 and frame.loc["mxfp4+2d+hh16", "error of dW"] == 0.2
     assert frame.loc["mxfp4+2d"].isna().all()

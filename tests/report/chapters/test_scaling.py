@@ -48,13 +48,19 @@ def test_an_overhead_that_misses_the_target_has_an_interval_to_the_end_of_the_bu
 
 def test_trend_is_the_slope_for_three_times_the_parameters(tmp_path):
     grows, shrinks, flat = (
-        scaling.trend(sizes(tmp_path / str(k), lambda i, seed, k=k: 0.05 + k * 0.01 * i + 1e-4 * seed * i * (k or seed - 1)), ["mxfp4"])
+        scaling.trend(
+            sizes(tmp_path / str(k), lambda i, seed, k=k: 0.05 + k * 0.01 * i + 1e-4 * seed * i * (k or seed - 1)),
+            ["mxfp4"],
+        )
         for k in (1, -1, 0)
     )
     assert "the gap of mxfp4 grows with size" in grows.text and "shrinks" in shrinks.text
     assert "is not shown to grow or to shrink" in flat.text and "times larger than the largest here" in flat.text
     slope = float(grows.numbers["slope"].iloc[0].split()[0])
-    steps = [math.log(b / a, 3) for a, b in zip(*[[replace(BIG, n_layers=n).n_params_non_embedding() for n in LAYERS][k:] for k in (0, 1)])]
+    steps = [
+        math.log(b / a, 3)
+        for a, b in zip(*[[replace(BIG, n_layers=n).n_params_non_embedding() for n in LAYERS][k:] for k in (0, 1)])
+    ]
     assert min(0.01 / s for s in steps) < slope < max(0.0102 / s for s in steps)
 
 
@@ -70,7 +76,9 @@ def test_a_slope_has_the_noise_of_each_size_apart(tmp_path):
     e = scaling.slope(found, gaps, "mxfp4", "fp8")
     x = [math.log(s.parameters, 3) for s in found]
     weight = (x[0] - sum(x) / 3) / sum((v - sum(x) / 3) ** 2 for v in x)
-    half = abs(weight) * 12.706 * 0.01 / math.sqrt(2) / math.sqrt(2)  # only the smallest size scatters, one degree of freedom
+    half = (
+        abs(weight) * 12.706 * 0.01 / math.sqrt(2) / math.sqrt(2)
+    )  # only the smallest size scatters, one degree of freedom
     assert e.value == pytest.approx(weight * 0.005, rel=1e-4)
     assert (e.low, e.high) == pytest.approx((e.value - half, e.value + half), rel=0.1)
 

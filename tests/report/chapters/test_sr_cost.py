@@ -34,7 +34,11 @@ def test_sr_that_costs_under_every_rule_is_not_put_down_to_clipping(tmp_path):
 def test_sr_that_costs_where_values_are_clipped_alone_is_what_a_clipping_rule_would_do(tmp_path):
     costs = {"floor": 0.1, "even": 0.1, "ceil": 0.0, "rceil": 0.0}
     text = sr_cost_text(made(tmp_path, costs, costs))
-    assert "that is what a rule that clips would do" in text and "not all there is" not in text and "applied to" not in text
+    assert (
+        "that is what a rule that clips would do" in text
+        and "not all there is" not in text
+        and "applied to" not in text
+    )
     assert "Against SR on the gradients alone, SR on every operand is not told from none under any rule." in text
 
 

@@ -23,11 +23,7 @@ def test_the_newest_two_are_kept_and_the_newest_is_loaded(tmp_path):
         checkpoint.save(tmp_path, step, state(step))
     assert sorted(p.name for p in tmp_path.glob("*.pt")) == ["step-00000002.pt", "step-00000003.pt"]
     step, loaded = latest(tmp_path)
-    assert (
-        step == 3
-        and torch.equal(loaded["model"]["w"], torch.full((100,), 3.0))
-        and loaded["curve"][0]["loss"] == 3
-    )
+    assert step == 3 and torch.equal(loaded["model"]["w"], torch.full((100,), 3.0)) and loaded["curve"][0]["loss"] == 3
     assert checkpoint.latest_step(tmp_path) == 3
 
 
@@ -94,9 +90,7 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path, monkeypatch
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(
-        UserError, match=r"step-00000002\.pt: the disk is full; earlier checkpoints are intact"
-    ):
+    with pytest.raises(UserError, match=r"step-00000002\.pt: the disk is full; earlier checkpoints are intact"):
         checkpoint.save(tmp_path, 2, state(2.0))
     monkeypatch.undo()
     assert latest(tmp_path)[0] == 1

@@ -55,7 +55,6 @@ def compiled(ranks, folder):
         torch.save(frames, folder / "graphs")
 
 
-
 def scenario(ranks, folder):
     for name in ARMS:
         if name != "compiled":

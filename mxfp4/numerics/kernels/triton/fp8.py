@@ -110,7 +110,7 @@ def _codes_kernel(
 
 
 def codes(x: Tensor, elem: str, along: bool, turned: bool) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """x [R, C] -> (codes, uint8 [R, C]; the same transposed, [C, R]; FP32 factor, 0-d); what is not asked for is None.
+    """X [R, C] -> (codes, uint8 [R, C]; the same transposed, [C, R]; FP32 factor, 0-d); what is not asked for is None.
 
     `block_quantize.fp8_scale` and torch's cast, byte for byte but for the sign of NaN.
     """

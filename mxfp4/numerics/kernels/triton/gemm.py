@@ -45,7 +45,7 @@ def _gemm_kernel(
     ACCUMULATE: tl.constexpr, EVEN_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """out [M, N] (+)= a [M, K] b [N, K]^T. Programs walk GROUP rows of tiles at a time, so that the L2 keeps both."""
+    """Out [M, N] (+)= a [M, K] b [N, K]^T. Programs walk GROUP rows of tiles at a time, so that the L2 keeps both."""
     tiles_m, tiles_n = (M + BM - 1) // BM, (N + BN - 1) // BN
     pid = tl.program_id(0)
     group = pid // (GROUP * tiles_n)
@@ -71,7 +71,7 @@ TILE = {"BM": 128, "BN": 128, "GROUP": 8, "num_stages": 2}
 
 
 def gemm(a: MXTensor, b: MXTensor, out: Tensor, accumulate: bool = False) -> Tensor:
-    """out [M, N] (FP32 or BF16, columns contiguous) = a [M, K] b [N, K]^T, or += with `accumulate`; FP32 inside.
+    """Out [M, N] (FP32 or BF16, columns contiguous) = a [M, K] b [N, K]^T, or += with `accumulate`; FP32 inside.
 
     Blocks along K (`axis` -1) on both sides. A NaN block makes its row or column NaN.
     """
@@ -130,7 +130,9 @@ def _unpack_kernel(words, scale, out, count, K, WORDS: tl.constexpr, MBITS: tl.c
     codes = tl.load(words + word, mask=inside, other=0)
     block = word // (32 // EACH)
     per_row = K // 32
-    byte = tl.load(scale + block // per_row // SCALE_ROWS * per_row + block % per_row, mask=inside, other=0).to(tl.int32)
+    byte = tl.load(scale + block // per_row // SCALE_ROWS * per_row + block % per_row, mask=inside, other=0).to(
+        tl.int32
+    )
     bits = tl.where(byte == 0, 0x00400000, byte << 23)  # 2^-127 is an FP32 subnormal
     bits = tl.where(byte == 255, 0x7FC00000, bits)
     shift = tl.arange(0, EACH)[None, :] * BITS
@@ -145,7 +147,9 @@ def _unpack_kernel(words, scale, out, count, K, WORDS: tl.constexpr, MBITS: tl.c
 
 def unpack(x: MXTensor, dtype: torch.dtype) -> Tensor:
     """The values of `x` with its block axis last, in `dtype`: the twin is `MXTensor.dequantize`."""
-    out = x.qdata.new_empty((*x.qdata.shape[:-1], x.qdata.shape[-1] * (2 if elem_format(x.elem).bits == 4 else 1)), dtype=dtype)
+    out = x.qdata.new_empty(
+        (*x.qdata.shape[:-1], x.qdata.shape[-1] * (2 if elem_format(x.elem).bits == 4 else 1)), dtype=dtype
+    )
     if out.numel():
         grid, arguments, options = launch_unpack(x, out)
         with torch.cuda.device_of(out):

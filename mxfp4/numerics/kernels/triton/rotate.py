@@ -75,10 +75,8 @@ def rotate_kernel(
         tl.store(target, tile)
 
 
-def rotate_matrix(
-    x: Tensor, size: int, signs: Tensor | None, inverse: bool, both: bool, dtype: torch.dtype
-) -> Tensor:
-    """x [R, C], float of any strides, rotated along C or along both: [R, C] in `dtype`, contiguous; see the twin."""
+def rotate_matrix(x: Tensor, size: int, signs: Tensor | None, inverse: bool, both: bool, dtype: torch.dtype) -> Tensor:
+    """X [R, C], float of any strides, rotated along C or along both: [R, C] in `dtype`, contiguous; see the twin."""
     if x.dtype == torch.float64:
         x = x.float()
     out = x.new_empty(x.shape, dtype=dtype if dtype in WRITES else torch.float32)
