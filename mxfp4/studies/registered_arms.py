@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mxfp4.layers.post_training import LLM_FP4
 from mxfp4.studies.registry import Runs, load_study
 from mxfp4.studies.scales import GPU
 from mxfp4.training.config import TrainConfig
@@ -29,7 +30,7 @@ DECAYED = "bf16-decay"
 """A part that has no runs of its own: branches of main's."""
 THIRDS = {"third": 1, "two_thirds": 2}
 PROBED_SEEDS = (0, 1, 2)
-MATRIX = ("fp8", "mxfp4", "mxfp4+h16", "ti2d", "ti2d-no-2d", "nvfp4")
+MATRIX = ("fp8", "mxfp4", "mxfp4+h16", "ti2d", "ti2d-no-2d", "nvfp4", LLM_FP4)
 """Forwards that the trained weights of seeds 0 and 1 are judged in, beside their own and BF16."""
 WHOLE = "study"
 """The plan that holds all parts, in the order of the information they give for a minute; experts only when asked for."""

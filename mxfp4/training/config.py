@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import MISSING, asdict, dataclass, fields
 
 from mxfp4.errors import UserError
+from mxfp4.layers.post_training import NAMES as POST_TRAINING
 from mxfp4.layers.recipe import recipe
 
 
@@ -150,7 +151,7 @@ class TrainConfig:
     """Recipes in whose forward each evaluation is made, beside the arm's own; then the own one rounds to nearest. Empty:
     in the arm's own alone, with the draws it trains with."""
     final_forwards: tuple[str, ...] = ()
-    """More of them, for the run's last evaluation."""
+    """More of them, for the run's last evaluation; also the names of `layers.post_training`."""
     final_eval_sequences: int = 0
     """Sequences of the evaluations that end a decay; 0: `eval_sequences`."""
 
@@ -158,7 +159,8 @@ class TrainConfig:
         for name in TUPLES:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         try:
-            for name in (self.recipe, *self.decay_recipes, *self.eval_forwards, *self.final_forwards):
+            final = (name for name in self.final_forwards if name not in POST_TRAINING)
+            for name in (self.recipe, *self.decay_recipes, *self.eval_forwards, *final):
                 recipe(name)
         except ValueError as error:
             raise UserError(str(error)) from None

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from mxfp4.layers.linear import set_step, weights_kept
+from mxfp4.layers.post_training import NAMES as POST_TRAINING
+from mxfp4.layers.post_training import quantize_after_training
 from mxfp4.layers.recipe import recipe
 from mxfp4.training.arm_model import in_recipe
 from mxfp4.training.config import TrainConfig
-from mxfp4.training.evaluation import Judged, judge_windows
+from mxfp4.training.evaluation import Judged, compute_context, judge_windows
 from mxfp4.training.model import Llama
 
 OWN = "own"
@@ -24,12 +26,17 @@ OWN = "own"
 
 @dataclass
 class Forwards:
-    """Evaluates `model` at the steps of a run. windows: [n, seq + 1] int64; copied: bool [n, seq], see `Judged`."""
+    """Evaluates `model` at the steps of a run.
+
+    windows: [n, seq + 1] int64; copied: bool [n, seq], see `Judged`; calibration: windows of the training data, for
+    forwards that quantize after training.
+    """
 
     config: TrainConfig
     model: Llama
     windows: Tensor
     copied: Tensor | None
+    calibration: Tensor
     models: dict[str, Llama] = field(default_factory=dict)
     """One for each forward, made when first needed."""
 
@@ -51,7 +58,15 @@ class Forwards:
         return found
 
     def _model(self, name: str) -> Llama:
+        if name in POST_TRAINING:  # fitted to the weights as they are now
+            model = in_recipe(self.model, self.config, recipe("bf16")).eval()
+            return quantize_after_training(model, self._calibrate)
         if name not in self.models:
             used = recipe(self.config.recipe if name == OWN else name).to_nearest()
             self.models[name] = in_recipe(self.model, self.config, used)
         return self.models[name]
+
+    def _calibrate(self, model: Llama) -> None:
+        for windows in self.calibration.split(self.config.batch_size // self.config.micro_batches):
+            with compute_context(windows.device):
+                model(windows[:, :-1])

@@ -30,6 +30,8 @@ from mxfp4.training.forwards import OWN, Forwards
 from mxfp4.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from mxfp4.training.protocols import Probe, TokenSource, TrainResult
 
+CALIBRATION_WINDOWS = 16
+"""Of the training data, for forwards that quantize after training."""
 FETCH_EVERY = {"cpu": 1, "cuda": 20}  # steps between two looks at the losses
 
 
@@ -55,7 +57,8 @@ class Run:
         self.exact = (
             corpus.judge(self.eval_windows) if isinstance(corpus, KnownEntropy) and config.eval_forwards else None
         )
-        self.forwards = Forwards(config, self.model, self.eval_windows, self.exact and self.exact.copied)
+        calibration = corpus.batch(0, config.batch_size, config.seq_len, config.seed)[:CALIBRATION_WINDOWS].to(device)
+        self.forwards = Forwards(config, self.model, self.eval_windows, self.exact and self.exact.copied, calibration)
         self.branch: Branch | None = None
         self.update, self.losses_of = self._update, partial(token_losses, self.model)
         self.replayed: list[dict] = []

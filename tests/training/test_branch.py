@@ -21,7 +21,7 @@ PLAIN = TrainConfig(
     warmup=2, eval_every=5, eval_sequences=4, scale="cpu", cooldown_steps=4,
 )  # fmt: skip
 FULL = replace(
-    PLAIN, short_budgets=(10,), decay_recipes=("bf16",), eval_forwards=("bf16",), final_forwards=("mxfp4+h16",),
+    PLAIN, short_budgets=(10,), decay_recipes=("bf16",), eval_forwards=("bf16",), final_forwards=("mxfp4+h16", "llm-fp4"),
     final_eval_sequences=6,
 )  # fmt: skip
 
@@ -74,15 +74,15 @@ def test_a_decay_in_another_recipe_starts_where_the_runs_own_does(whole):
 def test_each_evaluation_has_a_row_for_each_forward(whole):
     main = [e for e in whole.evaluations if not e["branch"]]
     assert [e["step"] for e in main if e["forward"] == "own"] == [0, 5, 10, 15, 20]
-    assert [e["forward"] for e in main if e["step"] == 20] == ["own", "bf16", "mxfp4+h16"]
+    assert [e["forward"] for e in main if e["step"] == 20] == ["own", "bf16", "mxfp4+h16", "llm-fp4"]
     assert {e["windows"] for e in main if e["step"] < 20} == {4} and {
         e["windows"] for e in main if e["step"] == 20
     } == {6}
     for e in whole.evaluations:
         assert 0 <= e["top1"] <= 1 and 0 <= e["copy_top1"] <= 1
     last = whole.curve[-1]
-    assert last["eval_loss"] == main[-3]["loss"] and last["eval_loss_bf16"] == main[-2]["loss"]
-    assert whole.outcome["final_loss"] == main[-3]["loss"]
+    assert last["eval_loss"] == main[-4]["loss"] and last["eval_loss_bf16"] == main[-3]["loss"]
+    assert whole.outcome["final_loss"] == main[-4]["loss"]
     assert set(whole.windows) == {"10:own", "10:bf16", "bf16:own", "bf16:bf16", "own", "bf16", "floor"}
     assert whole.windows["floor"] == pytest.approx(
         (
@@ -94,13 +94,13 @@ def test_each_evaluation_has_a_row_for_each_forward(whole):
 
 
 def test_stochastic_rounding_is_evaluated_as_nearest(whole):
-    last = {e["forward"]: e["loss"] for e in run(replace(FULL, final_forwards=("mxfp4",))).evaluations[-3:]}
+    last = {e["forward"]: e["loss"] for e in run(replace(FULL, final_forwards=("mxfp4",))).evaluations[-4:]}
     assert last["own"] == last["mxfp4"] != last["bf16"]
 
 
 def test_a_bf16_run_is_the_same_in_both_forwards():
-    last = {e["forward"]: e["loss"] for e in run(replace(FULL, recipe="bf16", decay_recipes=())).evaluations[-3:]}
-    assert last["own"] == last["bf16"] != last["mxfp4+h16"]
+    last = {e["forward"]: e["loss"] for e in run(replace(FULL, recipe="bf16", decay_recipes=())).evaluations[-4:]}
+    assert last["own"] == last["bf16"] and len({last["bf16"], last["mxfp4+h16"], last["llm-fp4"]}) == 3
 
 
 @pytest.mark.parametrize("at", [6, 8, 9, 11, 16, 18])
