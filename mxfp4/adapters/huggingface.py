@@ -1,26 +1,30 @@
 """Hugging Face: our recipes under its Trainer, and our models in its format.
 
-Training: `mxfp4.convert` takes a transformers model as it is. Names and shapes of its state_dict do not change, so
-`save_pretrained`, `from_pretrained` and then `convert` again give the model back, and gradient checkpointing works
-(of a recipe that draws random numbers where each forward of a layer is followed by its backward: see
-`block_quantize.draw_seed`).
+Training: `mxfp4.convert` takes a transformers model as it is, mixtures of experts too. Names and shapes of its
+state_dict do not change, and gradient checkpointing works (of a recipe that draws random numbers where each forward of
+a layer is followed by its backward: see `block_quantize.draw_seed`).
 
     model = mxfp4.convert(LlamaForCausalLM.from_pretrained(...), "mxfp4+h16")
     Trainer(model=model, callbacks=[set_step_callback()], ...).train()
+    model.save_pretrained(FOLDER)
+
+The recipe is saved in `config.json`. `register()` lets `from_pretrained` read it and convert what it loads, now and
+for models that take `quantization_config=MXFP4TrainingConfig(...)` (hf_quantizer.py). Without it transformers warns of
+an unknown quantization type and gives plain linear layers. To serve such a model in high precision, `forget` it.
 
 Export: `export` writes a folder that `from_pretrained`, `lm_eval --model hf --model_args pretrained=FOLDER` and serving
 programs read. It needs no transformers. The model is ours in FP32 (or BF16), not quantized: what the recipe trained,
 not how it multiplied. To evaluate with the recipe's forward, convert what was loaded and hand it over:
 `lm_eval.models.huggingface.HFLM(pretrained=mxfp4.convert(model, recipe), tokenizer=...)`.
 
-Both turn RoPE's halves in the same way, so no rows are permuted. Dense models become Llama, mixtures of experts Mixtral
-(whose own layers keep the experts in one tensor, which `convert` does not reach). A model without any nn.Linear, such
-as GPT-2, whose projections are Conv1D, is refused.
+Both turn RoPE's halves in the same way, so no rows are permuted. Dense models become Llama, mixtures of experts Mixtral.
+A model without any nn.Linear, such as GPT-2, whose projections are Conv1D, is refused.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import uuid
 from pathlib import Path
@@ -33,7 +37,9 @@ from torch import Tensor
 
 from mxfp4.data.tokenizer import TextTokenizer
 from mxfp4.errors import UserError
+from mxfp4.layers import saved
 from mxfp4.layers.linear import MXFP4Linear, set_step
+from mxfp4.layers.report import report
 from mxfp4.training.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -60,6 +66,21 @@ _INNER = {
 }
 
 
+def register() -> None:
+    """Let transformers' `from_pretrained` convert models as their saved configuration says. Needs transformers."""
+    from mxfp4.adapters import hf_quantizer
+
+    hf_quantizer.register()
+
+
+def forget(model) -> None:
+    """Take the recipe out of a model's configuration, so that a save of it is a plain model's."""
+    config = saved.config_of(model)
+    if saved.method_of(config) == saved.METHOD:
+        del config.quantization_config
+        model.hf_quantizer = None
+
+
 def set_step_callback() -> TrainerCallback:
     """A callback that makes the recipe's random numbers a function of the Trainer's step, so that a resumed run draws
     those of one that was not interrupted. Needs transformers. Training then raises ValueError for a model without a
@@ -70,6 +91,7 @@ def set_step_callback() -> TrainerCallback:
         def on_train_begin(self, args, state, control, model=None, **kwargs):
             if not any(isinstance(m, MXFP4Linear) for m in model.modules()):
                 raise ValueError(f"{type(model).__name__} has no MXFP4Linear: mxfp4.convert it before it is trained")
+            logging.getLogger("mxfp4").info("%s", report(model))
 
         def on_step_begin(self, args, state, control, model=None, **kwargs):
             set_step(model, state.global_step + 1)

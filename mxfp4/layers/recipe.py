@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from typing import Literal
 
 from mxfp4.numerics.formats import one_of
 from mxfp4.numerics.hadamard import SIZES
@@ -144,7 +145,7 @@ class Recipe:
     requantize: bool = False
     """Double quantization (TetraJet): the backward quantizes the forward's quantized X and W, not their sources."""
     bf16_tail: float = 0.0
-    """Share of the last layers (`layers.N` in their names) that stays in BF16."""
+    """Share of the last blocks (`layers.N` in their layers' names, see BLOCK_LISTS) that stays in BF16."""
     quest: bool = False
     """Quartet's forward: every GEMM reads X and W as `training.quest` projects them on MXFP4, exact in BF16."""
 
@@ -156,16 +157,33 @@ class Recipe:
         if self.quest and (self.requantize or self.fprop != Gemm()):
             raise ValueError(f"recipe {self.name!r}: quest projects X and W, so fprop takes them in bf16 as they are")
 
-    def for_layer(self, fqn: str, n_layers: int = 0) -> Recipe:
-        """The recipe of the layer called `fqn` in a model of `n_layers` blocks, without overrides or tail."""
-        index = layer_index(fqn)
-        if index is not None and n_layers and index >= n_layers - round(self.bf16_tail * n_layers):
+    def for_layer(
+        self, fqn: str, n_layers: int = 0, *, index: int | None = None, aliases: tuple[str, ...] = ()
+    ) -> Recipe:
+        """The recipe of the layer called `fqn` in a model of `n_layers` blocks, without overrides or tail.
+
+        index: the number of the layer's block, where the name does not say it. aliases: other names of the layer that
+        overrides may mean.
+        """
+        part = self.part_of(fqn, n_layers, index=index, aliases=aliases)
+        if part == "tail":
             return Recipe(self.name, **BASES["bf16"])
-        for override in self.overrides:
-            if override.matches(fqn):
-                gemms = {gemm: getattr(override, gemm) for gemm in GEMMS}
-                return replace(self, **gemms, overrides=(), bf16_tail=0.0)
-        return replace(self, overrides=(), bf16_tail=0.0)
+        gemms = {gemm: getattr(part, gemm) for gemm in GEMMS} if isinstance(part, Override) else {}
+        return replace(self, **gemms, overrides=(), bf16_tail=0.0)
+
+    def part_of(
+        self, fqn: str, n_layers: int = 0, *, index: int | None = None, aliases: tuple[str, ...] = ()
+    ) -> Literal["main", "tail"] | Override:
+        """The part of the recipe that a layer takes: its BF16 tail, an override, or what all others take."""
+        index = layer_index(fqn) if index is None else index
+        if index is not None and n_layers and index >= n_layers - self.tail_of(n_layers):
+            return "tail"
+        names = (fqn, *aliases)
+        return next((o for o in self.overrides if any(o.matches(name) for name in names)), "main")
+
+    def tail_of(self, n_layers: int) -> int:
+        """How many of `n_layers` blocks are in the BF16 tail."""
+        return round(self.bf16_tail * n_layers)
 
     def operands(self) -> dict[tuple[str, str], Operand]:
         """{(gemm, tensor): operand} of the six operands, overrides left out."""
@@ -228,10 +246,13 @@ class Recipe:
         return "\n".join(lines)
 
 
+BLOCK_LISTS = ("layers", "layer", "h", "blocks", "block")
+"""What models call their lists of blocks."""
+
+
 def layer_index(fqn: str) -> int | None:
-    """The N of `layers.N` in a layer's full name."""
-    parts = fqn.split(".")
-    return next((int(b) for a, b in pairwise(parts) if a == "layers" and b.isdigit()), None)
+    """The N of `layers.N`, or of another list of blocks (the outermost one), in a layer's full name."""
+    return next((int(b) for a, b in pairwise(fqn.split(".")) if a in BLOCK_LISTS and b.isdigit()), None)
 
 
 _JSON_TYPES = {
