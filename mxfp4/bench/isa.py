@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from mxfp4.numerics.formats import ELEMS
-from mxfp4.numerics.reference import BlockSpec, Orientation
+from mxfp4.numerics.hadamard import Hadamard
+from mxfp4.numerics.operand_plan import OperandPlan
+from mxfp4.numerics.scale_rules import DEFAULT_SCALE_RULE
 from mxfp4.numerics.tensor import MXTensor
 
 ROWS, COLUMNS, INNER = 16384, 4096, 4096  # Llama-8B at micro-batch 2: tokens, out and in features
@@ -174,15 +176,16 @@ def orientation(
     *,
     block: str = "1d",
     elem: str = "e2m1",
-    scale_rule: str = "even",
+    scale_rule: str = DEFAULT_SCALE_RULE,
     stochastic: bool = False,
     dtype: torch.dtype | None = None,
-) -> Orientation:
-    """Packed E2M1 under the rule that ROCm Transformer Engine runs, unless told otherwise."""
-    return Orientation(BlockSpec(ELEMS[elem], block, scale_rule, stochastic, hadamard), None, dtype)
+) -> OperandPlan:
+    """A plan: packed E2M1 under the default rule, unless told otherwise."""
+    rounding, rotation = "stochastic" if stochastic else "nearest", Hadamard(hadamard) if hadamard else None
+    return OperandPlan(elem=elem, block=block, scale_rule=scale_rule, rounding=rounding, rotation=rotation, dtype=dtype)
 
 
-def _quantize(row: Orientation | None, col: Orientation | None) -> Callable:
+def _quantize(row: OperandPlan | None, col: OperandPlan | None) -> Callable:
     def build(target: Arch):
         from mxfp4.numerics.kernels.triton import block_kernel
         from mxfp4.numerics.kernels.triton import quantize as k
@@ -199,9 +202,9 @@ def _quantize(row: Orientation | None, col: Orientation | None) -> Callable:
     return build
 
 
-def flops_an_element(how: Orientation) -> int:
+def flops_an_element(how: OperandPlan) -> int:
     """Adds of the butterfly, its scaling, a comparison for the maximum, the scaling to the block, the rounding."""
-    size = how.spec.hadamard
+    size = how.hadamard
     return (int(math.log2(size)) + 1 if size else 0) + 3
 
 

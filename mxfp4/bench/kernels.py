@@ -16,9 +16,9 @@ from mxfp4.bench.isa import orientation
 from mxfp4.bench.results import attempt, gpu_seconds, torchao_to_mx
 from mxfp4.numerics import hadamard, reference
 from mxfp4.numerics.kernels import quantize_matrix
+from mxfp4.numerics.operand_plan import OperandPlan
 from mxfp4.numerics.ops import packed_operands
 from mxfp4.numerics.ops.rotate import rotated
-from mxfp4.numerics.reference import Orientation
 
 DEVICE = "cuda"
 ROWS, COLUMNS, GEMM = 16384, 8192, 8192
@@ -28,7 +28,7 @@ _H16, _H32, _SR = orientation(16), orientation(32), orientation(16, stochastic=T
 _SQUARE = orientation(block="2d", scale_rule="rceil")
 _V, _VH, _VSR = (orientation(h, stochastic=s, dtype=BF16) for h, s in ((0, False), (16, False), (0, True)))
 _VSQUARE = orientation(block="2d", scale_rule="rceil", dtype=BF16)
-OURS: dict[str, tuple[Orientation | None, Orientation | None]] = {
+OURS: dict[str, tuple[OperandPlan | None, OperandPlan | None]] = {
     "packed": (orientation(), None),
     "packed, h16": (_H16, None),
     "packed, sr": (orientation(stochastic=True), None),
@@ -73,7 +73,7 @@ def rows(rivals: bool = True) -> Iterator[dict]:
         call = lambda row=row, col=col: tensors(quantize_matrix(x[None], row, col, seed))
         is_twin = lambda outputs, row=row, col=col: _is_twin(x, row, col, seed)
         yield attempt(name, "mxfp4", lambda call=call, right=is_twin: measured(call, right))
-    q, (values, _) = mxfp4.quantize(x, scale_rule="even"), quantize_matrix(x[None], _V, None, None)[0]
+    q, (values, _) = mxfp4.quantize(x), quantize_matrix(x[None], _V, None, None)[0]
     call = lambda: [packed_operands.unpack(q.qdata, q.scale, q.elem, q.block, BF16)]
     right = lambda outputs: _equal(outputs, [values])
     yield attempt("unpacked", "mxfp4", lambda: measured(call, right, (q.qdata, q.scale)))
@@ -107,7 +107,7 @@ def _equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def _is_twin(x: Tensor, row: Orientation | None, col: Orientation | None, seed: Tensor) -> bool:
+def _is_twin(x: Tensor, row: OperandPlan | None, col: OperandPlan | None, seed: Tensor) -> bool:
     """Whether a part of x comes out as the plain-torch twin has it."""
     part = x[None, :512, :1024]
     ours, twin = (q(part, row, col, seed) for q in (quantize_matrix, reference.quantize_matrix))
@@ -137,8 +137,8 @@ def _rivals(x: Tensor, seed: Tensor) -> Iterator[tuple[str, str, Callable]]:
 
         return lambda: [t for pair in both(x) for t in pair], lambda outputs: None  # rounds to BF16 in between
 
-    def twin(how: Orientation):
-        naive = torch.compile(lambda x, seed: reference.quantize_dequantize(x.float(), how.spec, None, seed, BF16))
+    def twin(how: OperandPlan):
+        naive = torch.compile(lambda x, seed: reference.quantize_dequantize(x.float(), how, seed, BF16))
         right = lambda outputs: _equal(outputs, tensors(quantize_matrix(x[None], how, None, seed)))
         return lambda: [naive(x, seed)], right
 
@@ -157,7 +157,7 @@ def _gemms(seed: Tensor, rivals: bool) -> Iterator[dict]:
     def measured(quantize: Callable[[Tensor], Tensor], how: dict) -> dict:
         call = lambda: torch.mm(quantize(a), quantize(b).t())
         lines = slice(0, min(256, GEMM))
-        ours = [mxfp4.fake_quantize(t, scale_rule="even", seed=seed, **how).double() for t in (a, b)]
+        ours = [mxfp4.fake_quantize(t, seed=seed, **how).double() for t in (a, b)]
         exact = ours[0][lines] @ ours[1].t()
         correct = bool((call()[lines].double() - exact).norm() < 2.0**-8 * exact.norm())  # one rounding to BF16
         del ours, exact
@@ -165,14 +165,14 @@ def _gemms(seed: Tensor, rivals: bool) -> Iterator[dict]:
         return {"seconds": seconds, "ratio": plain / seconds, "correct": correct}
 
     for name, how in ROUNDINGS.items():
-        quantize = lambda t, how=how: mxfp4.fake_quantize(t, scale_rule="even", dtype=BF16, seed=seed, **how)
+        quantize = lambda t, how=how: mxfp4.fake_quantize(t, dtype=BF16, seed=seed, **how)
         yield attempt(f"gemm, emulated{name}", "mxfp4", lambda q=quantize, how=how: measured(q, how))
     if not rivals:
         return
-    for (name, how), spec in zip(ROUNDINGS.items(), (_V.spec, _VH.spec, _VSR.spec), strict=True):
+    for (name, how), plan in zip(ROUNDINGS.items(), (_V, _VH, _VSR), strict=True):
 
-        def naive(how=how, spec=spec):
-            twin = torch.compile(lambda t, s: reference.quantize_dequantize(t.float(), spec, None, s, BF16))
+        def naive(how=how, plan=plan):
+            twin = torch.compile(lambda t, s: reference.quantize_dequantize(t.float(), plan, s, BF16))
             return measured(lambda t: twin(t, seed), how)
 
         yield attempt(f"gemm, emulated{name}", "twin, compiled", naive)
@@ -180,7 +180,7 @@ def _gemms(seed: Tensor, rivals: bool) -> Iterator[dict]:
     def dot_scaled():
         from mxfp4.numerics.kernels.triton import gemm as gemm_triton
 
-        a4, b4 = (mxfp4.quantize(t, scale_rule="even") for t in (a, b))
+        a4, b4 = (mxfp4.quantize(t) for t in (a, b))
         out = torch.empty(GEMM, GEMM, dtype=BF16, device=DEVICE)
         seconds = gpu_seconds(lambda: gemm_triton.gemm(a4, b4, out), 10)
         return {"seconds": seconds, "ratio": plain / seconds}

@@ -15,78 +15,64 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mxfp4.layers import operands as prepared
-from mxfp4.layers.gemms import size_problem, token_multiple
+from mxfp4.layers.gemms import multiply
+from mxfp4.layers.operands import Quantized, quantize_tensor
+from mxfp4.layers.plan import SAVES, LayerPlan, layer_plan, size_problem
 from mxfp4.layers.quest import project
 from mxfp4.layers.recipe import Recipe, recipe
 from mxfp4.numerics.formats import check_float, one_of
 from mxfp4.numerics.ops import block_quantize as ops
+from mxfp4.numerics.ops.matmul import as_dtype
 
 
 class _QuantizedLinear(torch.autograd.Function):
     """Y = X W^T and its backward, on 2-D X [T, K] with T padded to what the blocks need.
 
-    The forward reads X and W once and prepares what the backward will need of them in place of the originals, packed
-    where the chip multiplies packed operands or where `save` says so. Which gradients are wanted comes in as `wanted`
-    (of X, of W), as grad mode is always off in here. `kept`, if given, holds what an earlier forward made of W.
+    Each of X, W and G is read once, for both GEMMs that it is an operand of; what the backward needs of X and W is kept
+    quantized, in place of the originals. `seed`, 0-d int64, is all that the random numbers depend on beside the plan.
+    `weight_cache`, if given, holds what an earlier forward made of W.
     """
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, layer_recipe: Recipe, seed: Tensor | None, out_dtype, wanted, save="values",
-        kept: dict | None = None,
+        ctx, x: Tensor, weight: Tensor, plan: LayerPlan, seed: Tensor | None, out_dtype: torch.dtype,
+        weight_cache: dict | None,
     ):  # fmt: skip
-        operands = layer_recipe.operands()
-
-        def made_of(t: Tensor, name: str, back: str, needed: bool) -> tuple:
-            packed = prepared.runs_packed("fprop", layer_recipe, x.device)
-            if not needed:
-                return prepared.prepare(t, "fprop", name, layer_recipe, seed, packed), None
-            keep = prepared.runs_packed(back, layer_recipe, x.device) or (
-                save == "packed" and prepared.packable(operands[back, name])
-            )
-            return prepared.prepare_both(t, name, layer_recipe, seed, (packed, keep))
-
-        with torch.autocast(x.device.type, enabled=False):
-            x_now, x_later = made_of(x, "x", "wgrad", wanted[1])
-            if kept is None or weight.is_inference():  # whose changes nothing counts
-                w_now, w_later = made_of(weight.to(out_dtype), "w", "dgrad", wanted[0])
-            else:
-                memory = weight.untyped_storage()  # held on to, so that no other weight gets its address
-                place = (memory._cdata, weight.storage_offset(), weight.shape, weight.stride())
-                key = (*place, weight.dtype, weight._version, layer_recipe, out_dtype, wanted[0])
-                if key not in kept:
-                    kept.clear()
-                    kept[key] = (*made_of(weight.to(out_dtype), "w", "dgrad", wanted[0]), memory)
-                w_now, w_later, _ = kept[key]
-            y = prepared.multiply("fprop", x_now, w_now, layer_recipe, out_dtype)
-        tensors, ctx.plan = prepared.flatten(x_later, w_later)
-        ctx.save_for_backward(*tensors, *([] if seed is None else [seed]))
-        ctx.wanted, ctx.layer_recipe, ctx.x_dtype, ctx.w_dtype = wanted, layer_recipe, x.dtype, weight.dtype
-        ctx.seeded = seed is not None
+        x_fprop, x_wgrad = quantize_tensor(x, plan.x, seed)
+        w_fprop, w_dgrad = _quantize_weight(weight, plan, seed, out_dtype, weight_cache)
+        y = multiply(plan.fprop, x_fprop, w_fprop, out_dtype)
+        ctx.save_for_backward(*(x_wgrad or _NOTHING), *(w_dgrad or _NOTHING), seed)
+        ctx.plan, ctx.x_dtype, ctx.w_dtype = plan, x.dtype, weight.dtype
         return y
 
     @staticmethod
     @once_differentiable  # what it keeps is quantized: a second derivative would miss X and W without a word
     def backward(ctx, grad: Tensor):
-        tensors, layer_recipe = list(ctx.saved_tensors), ctx.layer_recipe
-        seed = tensors.pop() if ctx.seeded else None
-        x, w = prepared.rebuild(tensors, ctx.plan)
-        need_x, need_w = ctx.wanted
-        grad_x = grad_w = None
-        packed = tuple(prepared.runs_packed(which, layer_recipe, grad.device) for which in ("dgrad", "wgrad"))
-        with torch.autocast(grad.device.type, enabled=False):
-            if need_x and need_w:
-                for_dgrad, for_wgrad = prepared.prepare_both(grad, "g", layer_recipe, seed, packed)
-            else:
-                which = "dgrad" if need_x else "wgrad"
-                for_dgrad = for_wgrad = prepared.prepare(grad, which, "g", layer_recipe, seed, packed[int(need_w)])
-            if need_x:
-                grad_x = prepared.multiply("dgrad", for_dgrad, w, layer_recipe, ctx.x_dtype)
-            if need_w:
-                accumulated = ctx.w_dtype if ctx.w_dtype == torch.bfloat16 else torch.float32
-                grad_w = prepared.multiply("wgrad", for_wgrad, x, layer_recipe, accumulated).to(ctx.w_dtype)
-        return grad_x, grad_w, None, None, None, None, None, None
+        x, x_scale, w, w_scale, seed = ctx.saved_tensors
+        plan, grad_x, grad_w = ctx.plan, None, None
+        g_dgrad, g_wgrad = quantize_tensor(grad, plan.g, seed)
+        if plan.dgrad is not None:
+            grad_x = multiply(plan.dgrad, g_dgrad, Quantized(w, w_scale), ctx.x_dtype)
+        if plan.wgrad is not None:
+            accumulated = ctx.w_dtype if ctx.w_dtype == torch.bfloat16 else torch.float32
+            grad_w = as_dtype(multiply(plan.wgrad, g_wgrad, Quantized(x, x_scale), accumulated), ctx.w_dtype)
+        return grad_x, grad_w, None, None, None, None
+
+
+_NOTHING = (None, None)
+
+
+def _quantize_weight(weight: Tensor, plan: LayerPlan, seed: Tensor | None, out_dtype: torch.dtype, cache: dict | None):
+    """`quantize_tensor` of W, from `cache` where that holds it and W has not changed since."""
+    if cache is None or weight.is_inference():  # whose changes nothing counts
+        return quantize_tensor(as_dtype(weight, out_dtype), plan.w, seed)
+    memory = weight.untyped_storage()  # held on to, so that no other weight gets its address
+    place = (memory._cdata, weight.storage_offset(), weight.shape, weight.stride())
+    key = (*place, weight.dtype, weight._version, plan.w, out_dtype)
+    if key not in cache:
+        cache.clear()
+        cache[key] = quantize_tensor(as_dtype(weight, out_dtype), plan.w, seed), memory
+    return cache[key][0]
 
 
 class MXFP4Linear(nn.Linear):
@@ -106,8 +92,9 @@ class MXFP4Linear(nn.Linear):
         seed: int = 0, n_layers: int = 0, save: str = "values", **kw
     ):  # fmt: skip
         super().__init__(in_features, out_features, bias, **kw)
-        self.save = one_of("save", save, prepared.SAVES)
-        self.kept: dict | None = None  # what forwards share of the quantized weight, inside `weights_kept`
+        self.save = one_of("save", save, SAVES)
+        self.weight_cache: dict | None = None  # what forwards share of the quantized weight, inside `weights_kept`
+        self._plans: tuple[Recipe, dict] | None = None
         self._configure(recipe, fqn, seed, n_layers)
 
     @classmethod
@@ -115,8 +102,8 @@ class MXFP4Linear(nn.Linear):
         cls, linear: nn.Linear, recipe="mxfp4", *, fqn: str = "", seed: int = 0, n_layers: int = 0, save: str = "values"
     ) -> MXFP4Linear:
         """The quantized layer around the parameters of `linear` (shared, not copied)."""
-        how = {"recipe": recipe, "fqn": fqn, "seed": seed, "n_layers": n_layers, "save": save}
-        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta", **how)
+        options = {"recipe": recipe, "fqn": fqn, "seed": seed, "n_layers": n_layers, "save": save}
+        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta", **options)
         layer.weight, layer.bias = linear.weight, linear.bias
         layer.init_rng(linear.weight.device)
         return layer.train(linear.training)
@@ -134,10 +121,6 @@ class MXFP4Linear(nn.Linear):
         """Start the layer's random numbers anew, on `device`; also after `to_empty` from the meta device."""
         self.rng = torch.tensor([self.key, 0], dtype=torch.int64, device=device)
 
-    def draw_seed(self) -> Tensor | None:
-        """The next call's seed, or None where the recipe draws nothing."""
-        return ops.draw_seed(self.rng) if self.recipe.is_random else None
-
     @property
     def keepable(self) -> bool:
         """Whether one quantized weight may serve several forwards: it takes no random numbers (nor QuEST's clip)."""
@@ -146,7 +129,19 @@ class MXFP4Linear(nn.Linear):
 
     def __getstate__(self) -> dict:
         """What copies and pickles of the layer hold: not what `weights_kept` has the layer itself keep for a while."""
-        return {**self.__dict__, "kept": None}
+        return {**self.__dict__, "weight_cache": None, "_plans": None}
+
+    def plan(self, device: torch.device | str | None = None, needs_grad: tuple[bool, bool] = (True, True)) -> LayerPlan:
+        """What the layer's GEMMs do to their operands on `device` (None: the weight's), where X and W need a gradient or
+        not: printed as a table. Made once for each."""
+        if torch.compiler.is_compiling():  # a constant there
+            return layer_plan(self.recipe, self.weight.device, needs_grad, self.save)
+        if self._plans is None or self._plans[0] is not self.recipe:
+            self._plans = self.recipe, {}
+        plans, key = self._plans[1], (device or self.weight.device, needs_grad)
+        if key not in plans:
+            plans[key] = layer_plan(self.recipe, torch.device(key[0]), needs_grad, self.save)
+        return plans[key]
 
     def forward(self, x: Tensor) -> Tensor:
         check_float(x)
@@ -158,19 +153,22 @@ class MXFP4Linear(nn.Linear):
             raise ValueError(
                 f"layer {self.fqn or type(self).__name__!r}: x of shape {tuple(x.shape)} must end in in_features={in_features}"
             )
+        weight, grad = self.weight, torch.is_grad_enabled()
+        plan = self.plan(weight.device, (grad and x.requires_grad, grad and weight.requires_grad))
         tokens = x.numel() // in_features
-        flat = x.reshape(tokens, in_features).to(out_dtype)
-        multiple = token_multiple(self.recipe)
-        padded = max(-(-tokens // multiple), 1) * multiple
+        flat = as_dtype(x if x.ndim == 2 else x.reshape(tokens, in_features), out_dtype)
+        padded = max(-(-tokens // plan.token_multiple), 1) * plan.token_multiple
         if padded != tokens:  # zero tokens add nothing to any of the three products
             flat = nn.functional.pad(flat, (0, 0, 0, padded - tokens))
-        weight = self.weight
         if self.recipe.quest:
             flat, weight = project(flat, out_dtype), project(weight, out_dtype)
-        wanted = tuple(torch.is_grad_enabled() and t.requires_grad for t in (flat, weight))
-        y = _QuantizedLinear.apply(flat, weight, self.recipe, self.draw_seed(), out_dtype, wanted, self.save, self.kept)
-        y = y[:tokens].reshape(*x.shape[:-1], out_features)
-        return y if self.bias is None else y + self.bias.to(out_dtype)
+        seed = ops.draw_seed(self.rng) if plan.is_random else None
+        y = _QuantizedLinear.apply(flat, weight, plan, seed, out_dtype, self.weight_cache)
+        if padded != tokens:
+            y = y[:tokens]
+        if x.ndim != 2:
+            y = y.reshape(*x.shape[:-1], out_features)
+        return y if self.bias is None else y + as_dtype(self.bias, out_dtype)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
@@ -202,7 +200,7 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
 
     def forget(*_) -> None:  # a fused optimizer's step does not count as a version either
         for layer in layers:
-            layer.kept = {}
+            layer.weight_cache = {}
 
     forget()
     hook = register_optimizer_step_post_hook(forget)
@@ -211,7 +209,7 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
     finally:
         hook.remove()
         for layer in layers:
-            layer.kept = None
+            layer.weight_cache = None
 
 
 def _layer_key(seed: int, fqn: str) -> int:

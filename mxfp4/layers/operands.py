@@ -1,12 +1,4 @@
-"""Operands as a layer multiplies and keeps them: values, or packed codes and scales.
-
-A chip with FP4 units multiplies packed MX operands as they are; one with FP8 units multiplies FP8 with a scale a
-tensor, through the library. `native.py` says which has what, and the GEMMs of a recipe may differ in it. Everywhere
-else a GEMM reads values (`gemms.py`), and packed is how the backward's operands can wait for it: 0.53 bytes an
-element (FP8: 1) in place of 2, unpacked when they are needed, the same values. What has no packed form (high
-precision, NVFP4, rotations along both axes, the prescale) is held as values on every chip, and so is the partner of
-such an operand in its GEMM.
-"""
+"""Operands made as a `LayerPlan` says, from the tensors of a layer."""
 
 from __future__ import annotations
 
@@ -15,165 +7,104 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mxfp4.layers.gemms import AXES, both_operands, how, one_read, operand, per_tensor, product, serves_both, stream_of
-from mxfp4.layers.recipe import GEMMS, TENSORS, Gemm, Operand, Recipe
-from mxfp4.numerics.native import fp8_path, matmul_path
+from mxfp4.layers.plan import SAVES, TensorPlan, takes_packed  # noqa: F401  (names that live here for callers)
+from mxfp4.numerics.operand_plan import PRESCALE, OperandPlan
 from mxfp4.numerics.ops import packed_operands
-from mxfp4.numerics.ops.matmul import as_dtype, gemm_dtype
-from mxfp4.numerics.ops.quantize import quantize, quantize_pair, values_and_packed
-from mxfp4.numerics.tensor import MXTensor
-
-SAVES = ("values", "packed")
-FP8_MULTIPLE = 16
-"""What the library's FP8 GEMM wants the contracted size and the columns to be multiples of."""
+from mxfp4.numerics.ops.block_quantize import bf16_values, fp8_per_tensor, fp8_scale, quantize_operands
+from mxfp4.numerics.ops.matmul import gemm_dtype
+from mxfp4.numerics.ops.rotate import rotated
+from mxfp4.numerics.philox import random16
+from mxfp4.numerics.rounding import round_stochastic
 
 
-class Values(NamedTuple):
-    """Contraction axis last, in the dtype that carries them; a factor for the product, or None."""
+class Quantized(NamedTuple):
+    """An operand in memory; its OperandPlan says what the two tensors are.
 
-    value: Tensor
-    factor: Tensor | None
-
-
-class Packed(NamedTuple):
-    """Codes and E8M0 bytes, the contraction axis last unless `turned`: square blocks, stored along the other axis.
-
-    Block "tensor": FP8 codes, and as `scale` the FP32 factor that undoes the tensor's one scale; `turned` where one
-    store of them waits for a GEMM that reads values.
+    Values [rows, K] with the contraction axis last and, for formats with a scale a tensor, the FP32 factor that undoes
+    it; or codes and E8M0 bytes (FP8: codes and the factor), along the other axis where the plan is `transposed`.
     """
 
-    qdata: Tensor
-    scale: Tensor
-    elem: str
-    block: str
-    turned: bool
+    data: Tensor
+    scale: Tensor | None
 
 
-Prepared = Values | Packed
-
-
-def packable(op: Operand) -> bool:
-    """Whether codes and scales are all there is to an operand."""
-    return per_tensor(op) or (op.is_mx and not op.two_sided and not op.prescaled)
-
-
-def takes_packed(pair: Gemm, mx: bool, fp8: bool) -> bool:
-    """Whether a chip that multiplies MX blocks (`mx`), FP8 tensors (`fp8`) takes these two operands packed."""
-    if per_tensor(pair.a) and per_tensor(pair.b):
-        return fp8 and not pair.a.elem == pair.b.elem == "e5m2"  # the one pairing that no library has
-    return mx and all(op.is_mx and packable(op) for op in (pair.a, pair.b))
-
-
-def runs_packed(which: str, layer_recipe: Recipe, device: torch.device) -> bool:
-    """Whether GEMM `which` takes packed operands on `device`."""
-    mx, fp8 = matmul_path(device) == "native", fp8_path(device) == "native"
-    return takes_packed(getattr(layer_recipe, which), mx, fp8)
-
-
-def prepare(t: Tensor, which: str, name: str, layer_recipe: Recipe, seed: Tensor | None, packed: bool) -> Prepared:
-    """What GEMM `which` sees of tensor `name` (x, w or g), given as the 2-D `t`."""
-    if not packed:
-        return Values(*operand(t, which, name, layer_recipe, seed))
-    op, axis = layer_recipe.operands()[which, name], AXES[which, name]
-    if per_tensor(op):
-        turned = axis != -1
-        waits = turned and not runs_packed(which, layer_recipe, t.device)  # laid out as its values would be: same sums
-        return Packed(*packed_operands.fp8_codes(t, op.elem, turned and not waits), op.elem, "tensor", waits)
-    along = -1 if op.transposable else axis
-    q = quantize(t, axis=along, seed=seed, **how(op, stream_of(which, name, layer_recipe)))
-    return _packed(q, turned=along != axis)
-
-
-def _packed(q: MXTensor, turned: bool = False) -> Packed:
-    return Packed(q.qdata, q.scale, q.elem, q.block, turned)
-
-
-def prepare_both(
-    t: Tensor, name: str, layer_recipe: Recipe, seed: Tensor | None, packed: tuple[bool, bool]
-) -> tuple[Prepared, Prepared]:
-    """What the two GEMMs that contract tensor `name` see of it, in the order of GEMMS, each packed or not."""
-    if not any(packed):
-        return tuple(Values(*one) for one in both_operands(t, name, layer_recipe, seed))
-    first, second = (g for g in GEMMS if name in TENSORS[g])
-    one, two = (layer_recipe.operands()[g, name] for g in (first, second))
-    dtype = gemm_dtype(t.device)
-    run = all(keep and runs_packed(g, layer_recipe, t.device) for g, keep in zip((first, second), packed, strict=True))
-    if one == two and per_tensor(one) and run:
-        codes, turned, factor = packed_operands.fp8_codes_pair(t, one.elem)
-        return tuple(Packed(qdata, factor, one.elem, "tensor", False) for qdata in (codes, turned))
-    if one == two and serves_both(one):  # one quantization serves both
-        made = prepare(t, first, name, layer_recipe, seed, True)
-        both = made, made._replace(turned=True)
-        return tuple(p if keep else unpacked(p, dtype) for p, keep in zip(both, packed, strict=True))
-    again = layer_recipe.requantize and name != "g"
-    if one_read(one) and one_read(two) and packed[1] and not again:
-        row, col = how(one, stream_of(first, name, layer_recipe)), how(two, stream_of(second, name, layer_recipe))
-        if packed[0]:
-            return tuple(_packed(q) for q in quantize_pair(t, row, col, seed=seed))
-        value, q = values_and_packed(t, row, col, seed=seed, dtype=dtype)
-        return Values(value, None), _packed(q)
-    prepared = prepare(t, first, name, layer_recipe, seed, packed[0])
-    if again:
-        value, factor = unpacked(prepared, dtype)
+def quantize_tensor(t: Tensor, plan: TensorPlan, seed: Tensor | None) -> tuple[Quantized | None, Quantized | None]:
+    """What the two GEMMs that read the 2-D tensor `t` see of it."""
+    first, second = plan.first, plan.second
+    if plan.read == "pair":
+        if first.both_axes:
+            t = rotated(t, first.both_axes, both=True)
+        made = quantize_operands(t, first.text, second.text, seed)
+        count = len(made) // 2 if (first.dtype is None) == (second.dtype is None) else 2 if first.dtype is None else 1
+        return _of(made[:count]), _of(made[count:])
+    if plan.read == "codes":
+        codes, transposed, factor = packed_operands.fp8_codes_pair(t, first.elem)
+        return Quantized(codes, factor), Quantized(transposed, factor)
+    if plan.read == "once":
+        once = quantize_operand(t, plan.stored, seed)
+        if plan.stored.dtype is not None:
+            return once, Quantized(once.data.t(), once.scale)
+        return tuple(once if p.dtype is None else _unpacked(once, p, p.dtype, False) for p in (first, second))
+    one = None if first is None else quantize_operand(t, first, seed)
+    if plan.read == "again":
+        value, factor = values_of(one, first, gemm_dtype(t.device))
         t = value if factor is None else value * factor
-    return prepared, prepare(t, second, name, layer_recipe, seed, packed[1])
+        t = t * (1 / PRESCALE) if first.prescaled else t
+    return one, None if second is None else quantize_operand(t, second, seed)
 
 
-def unpacked(x: Prepared, dtype: torch.dtype, late: bool = False) -> Values:
-    """`x` as values in `dtype`; `late`: in a backward."""
-    if isinstance(x, Values):
+def _of(made: list[Tensor]) -> Quantized:
+    """What the operator gives of one operand."""
+    return Quantized(made[0], made[1] if len(made) > 1 else None)
+
+
+def quantize_operand(t: Tensor, plan: OperandPlan, seed: Tensor | None) -> Quantized:
+    """One operand of one GEMM, from the 2-D tensor that it is made of."""
+    if plan.both_axes:
+        t = rotated(t, plan.both_axes, both=True)
+    along_rows = plan.axis == -1 or plan.transposed
+    if plan.format in ("mxfp4", "mxfp8", "nvfp4"):
+        made = quantize_operands(t, plan.text if along_rows else "", "" if along_rows else plan.text, seed)
+        data, scale = _of(made)
+    elif plan.dtype is None:
+        data, scale = packed_operands.fp8_codes(t, plan.elem, not along_rows)
+    else:
+        data, scale = _without_blocks(t if along_rows else t.t(), plan, seed)
+    return Quantized(data.t() if plan.transposed and plan.dtype is not None else data, scale)
+
+
+def _without_blocks(t: Tensor, plan: OperandPlan, seed: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Values of an operand in FP32, BF16 or FP8, its rotated axis last, and the factor of FP8's scale.
+
+    FP8 has one FP32 scale a tensor, taken from its current maximum ("current scaling"); a zero tensor keeps 1.
+    """
+    if plan.rotation is not None:
+        t = rotated(t, plan.hadamard, plan.signs(seed, t.device))
+    if plan.format == "fp32":
+        return t.float(), None
+    if plan.format == "bf16":
+        return (t.to(plan.dtype) if plan.dtype == torch.bfloat16 else bf16_values(t, plan.dtype)), None
+    if not plan.stochastic:
+        return fp8_per_tensor(t, plan.elem, plan.dtype)
+    scale = fp8_scale(t, plan.elem)
+    noise = random16(seed, tuple(t.shape), plan.stream)
+    return round_stochastic(t.float() * scale, plan.fmt, noise).to(plan.dtype), scale.reciprocal()
+
+
+def values_of(x: Quantized, plan: OperandPlan, dtype: torch.dtype, in_backward: bool = False) -> Quantized:
+    """`x` as values and their factor: packed ones in `dtype`; `in_backward` keeps a compiler from sharing them with a forward."""
+    return x if plan.dtype is not None else _unpacked(x, plan, dtype, in_backward)
+
+
+def _unpacked(x: Quantized, plan: OperandPlan, dtype: torch.dtype, in_backward: bool) -> Quantized:
+    fp8 = plan.format == "fp8"
+    value = packed_operands.unpack(x.data, x.scale, plan.elem, "tensor" if fp8 else plan.block, dtype, in_backward)
+    return Quantized(value.t() if plan.transposed else value, x.scale if fp8 else None)
+
+
+def along_contraction(x: Quantized, plan: OperandPlan) -> Quantized:
+    """Packed `x` with its contraction axis last in memory."""
+    if not plan.transposed:
         return x
-    value = packed_operands.unpack(x.qdata, x.scale, x.elem, x.block, dtype, late)
-    return Values(value.t() if x.turned else value, x.scale if x.block == "tensor" else None)
-
-
-def multiply(which: str, a: Prepared, b: Prepared, layer_recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
-    """GEMM `which` of two prepared operands -> [M, N] in `out_dtype`, FP32 accumulation."""
-    device = (a.value if isinstance(a, Values) else a.qdata).device
-    if runs_packed(which, layer_recipe, device):
-        dtype = out_dtype if out_dtype in (torch.float32, torch.bfloat16) else torch.float32
-        a, b = _along_k(a), _along_k(b)
-        if a.block != "tensor":
-            return as_dtype(packed_operands.gemm_packed(*a[:4], *b[:4], dtype), out_dtype)
-        if a.qdata.shape[1] % FP8_MULTIPLE == 0 and b.qdata.shape[0] % FP8_MULTIPLE == 0:
-            return as_dtype(packed_operands.gemm_fp8(*a[:3], *b[:3], dtype), out_dtype)
-    a, b = (unpacked(x, gemm_dtype(device), late=which != "fprop") for x in (a, b))
-    return product(which, a, b, layer_recipe, out_dtype)
-
-
-def _along_k(x: Packed) -> Packed:
-    """`x` with its contraction axis last in memory."""
-    if not x.turned:
-        return x
-    scale = x.scale if x.block == "tensor" else x.scale.t().contiguous()
-    return Packed(packed_operands.turn(x.qdata, x.elem), scale, x.elem, x.block, False)
-
-
-def flatten(*parts: Prepared | None) -> tuple[list[Tensor], list]:
-    """(tensors, what `rebuild` needs beside them) of operands that wait for a backward."""
-    tensors: list[Tensor] = []
-    plan: list = []
-    for part in parts:
-        if isinstance(part, Packed):
-            tensors += [part.qdata, part.scale]
-            plan.append(("packed", part.elem, part.block, part.turned))
-        elif isinstance(part, Values):
-            tensors += [part.value] if part.factor is None else [part.value, part.factor]
-            plan.append(("values", part.factor is not None))
-        else:
-            plan.append(None)
-    return tensors, plan
-
-
-def rebuild(tensors, plan: list) -> list[Prepared | None]:
-    """The inverse of `flatten`."""
-    left = list(tensors)
-    parts: list[Prepared | None] = []
-    for kind in plan:
-        if kind is None:
-            parts.append(None)
-        elif kind[0] == "packed":
-            parts.append(Packed(left.pop(0), left.pop(0), *kind[1:]))
-        else:
-            parts.append(Values(left.pop(0), left.pop(0) if kind[1] else None))
-    return parts
+    scale = x.scale if plan.format == "fp8" else x.scale.t().contiguous()
+    return Quantized(packed_operands.turn(x.data, plan.elem), scale)

@@ -4,11 +4,12 @@ A tensor t [R, C], C contracted by the forward GEMM, is rotated by H32 along C a
 scale follows its spread and not its maximum, so that a Gaussian block is rounded with the least mean square error:
 
     scale = 2^floor(log2(CLIP * std + EPS)),   value = E2M1(t H / scale) * scale to nearest even, saturating,
-    kept = |t H / scale| < 6
+    unclipped = |t H / scale| < 6
 
 Both operands stay rotated: H cancels in their product, and the values are exact in BF16. The backward of the layer
-quantizes these values again; what comes back is masked by `kept` and rotated back, dt = (d * kept) H. Constants, the
-floor and the standard deviation about the block's mean are those of the authors' public code (Quartet and QuTLASS).
+quantizes these values again; what comes back is masked by `unclipped` and rotated back, dt = (d * unclipped) H.
+Constants, the floor and the standard deviation about the block's mean are those of the authors' public code (Quartet
+and QuTLASS).
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mxfp4.numerics.formats import BLOCK, E2M1
-from mxfp4.numerics.kernels import HAS_TRITON
-from mxfp4.numerics.ops.rotate import rotated
-from mxfp4.numerics.rounding import round_nearest
+from mxfp4.numerics.formats import BLOCK
+from mxfp4.numerics.kernels import BACKENDS, Backend
+from mxfp4.numerics.ops import rotate as _operators  # noqa: F401  (defines rotate_unclipped)
+from mxfp4.numerics.quest import round_blocks  # noqa: F401  (the twin, under its earlier address)
 
 CLIP = 2.92247856 / 6.0
 EPS = 1e-8
@@ -30,29 +31,18 @@ _library = torch.library.Library("mxfp4", "FRAGMENT")
 _library.define("quest(Tensor t, ScalarType dtype) -> (Tensor, Tensor)")
 
 
-@torch.library.impl(_library, "quest", "CompositeExplicitAutograd")
-def _quest(t, dtype):
-    blocks = rotated(t, BLOCK).view(-1, BLOCK)
-    std = blocks.std(dim=-1, keepdim=True, correction=0)
-    values, kept = _round_blocks(t.device)(blocks, std, CLIP, EPS, dtype)
-    return values.view(t.shape), kept.view(t.shape)
+def _implement(key: str, backend: Backend) -> None:
+    def quest(t, dtype):
+        blocks = backend.rotate_matrix(t, BLOCK, None, False, False, torch.float32).view(-1, BLOCK)
+        std = blocks.std(dim=-1, keepdim=True, correction=0)
+        values, unclipped = backend.round_blocks(blocks, std, CLIP, EPS, dtype)
+        return values.view(t.shape), unclipped.view(t.shape)
+
+    _library.impl("quest", quest, key)
 
 
-def _round_blocks(device: torch.device):
-    """`round_blocks` or its kernel."""
-    if device.type == "cuda" and HAS_TRITON:
-        from mxfp4.numerics.kernels.triton import quest as quest_triton
-
-        return quest_triton.round_blocks
-    return round_blocks
-
-
-def round_blocks(blocks: Tensor, std: Tensor, clip: float, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(values in `dtype`, kept, bool) of FP32 rotated `blocks` [n, 32] with standard deviations `std` [n, 1]."""
-    spread = std * clip + eps
-    scale = (spread.view(torch.int32) & 0x7F800000).view(torch.float32)  # the exponent alone
-    scaled = blocks / scale
-    return (round_nearest(scaled, E2M1) * scale).to(dtype), scaled.abs() < E2M1.max
+for _key, _backend in BACKENDS.items():
+    _implement(_key, _backend)
 
 
 @torch.library.register_fake("mxfp4::quest", lib=_library)
@@ -63,16 +53,15 @@ def _quest_shapes(t, dtype):
 class _Projection(torch.autograd.Function):
     @staticmethod
     def forward(ctx, t: Tensor, source: torch.dtype):
-        values, kept = torch.ops.mxfp4.quest(t.to(source), t.dtype)
-        ctx.save_for_backward(kept)
+        values, unclipped = torch.ops.mxfp4.quest(t.to(source), t.dtype)
+        ctx.save_for_backward(unclipped)
         return values
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        (kept,) = ctx.saved_tensors
-        masked = torch.where(kept, grad, torch.zeros((), dtype=grad.dtype, device=grad.device))
-        return rotated(masked, BLOCK, dtype=grad.dtype), None
+        (unclipped,) = ctx.saved_tensors
+        return torch.ops.mxfp4.rotate_unclipped(grad, unclipped, BLOCK, grad.dtype), None
 
 
 def project(t: Tensor, source: torch.dtype) -> Tensor:

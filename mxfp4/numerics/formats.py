@@ -135,7 +135,7 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
     return torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
 
 
-def turned_copy(x: Tensor) -> Tensor:
+def transposed_copy(x: Tensor) -> Tensor:
     """The transpose of [R, C] in memory of its own, also where one row or column makes the two look alike.
 
     An operator's results must share none, with each other or with what it was given.

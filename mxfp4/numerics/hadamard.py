@@ -55,11 +55,11 @@ class Hadamard:
 
 def _sign_vector(signs: tuple[int, ...], device: torch.device) -> Tensor:
     """FP32 [size], made of bits on the device: a copy from the host cannot be captured in a CUDA graph."""
-    place, parts = torch.arange(min(len(signs), 32), device=device), []
+    place, parts = torch.arange(min(len(signs), 32), dtype=torch.int64, device=device), []
     for start in range(0, len(signs), 32):
         word = sum((s < 0) << i for i, s in enumerate(signs[start : start + 32]))
         parts.append((torch.full((), word, dtype=torch.int64, device=device) >> place) & 1)
-    return 1.0 - 2.0 * torch.cat(parts)
+    return 1.0 - 2.0 * torch.cat(parts).to(torch.float32)
 
 
 def rotate_last(x: Tensor, size: int, signs: Tensor | None = None, inverse: bool = False) -> Tensor:
@@ -85,12 +85,17 @@ def _butterfly(x: Tensor, size: int, step: int) -> Tensor:
     return x.view(shape) * (1.0 / math.sqrt(size))
 
 
-def rotate_matrix(x: Tensor, size: int, signs: Tensor | None, inverse: bool, both: bool, dtype: torch.dtype) -> Tensor:
+def rotate_matrix(
+    x: Tensor, size: int, signs: Tensor | None, inverse: bool, both: bool, dtype: torch.dtype,
+    unclipped: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`x` [R, C] of any float dtype, rotated in FP32 along C (with `signs`, as in `rotate_last`), with `both` then along R.
 
     Returns [R, C] in `dtype`, contiguous: the twin of the Triton kernel of this name. The sizes of the rotated axes must
-    be multiples of `size`.
+    be multiples of `size`. `unclipped`, bool [R, C]: elements that are not count as 0.
     """
+    if unclipped is not None:
+        x = x.masked_fill(~unclipped, 0)
     x = rotate_last(x.float(), size, signs, inverse)
     if both and x.numel():
         x = _butterfly(x, size, x.shape[1])

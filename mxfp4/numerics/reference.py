@@ -6,39 +6,15 @@ by the scale, round. `quantize.py` puts the axis last, checks arguments and wrap
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from mxfp4.numerics.formats import BLOCK, E8M0_NAN, ElemFormat, e8m0_value, encode, pack_nibbles
+from mxfp4.numerics.formats import BLOCK, E8M0_NAN, e8m0_value, encode, pack_nibbles
 from mxfp4.numerics.hadamard import rotate_last
+from mxfp4.numerics.operand_plan import PRESCALE, OperandPlan
 from mxfp4.numerics.philox import random16
 from mxfp4.numerics.rounding import round_nearest, round_stochastic
 from mxfp4.numerics.scale_rules import inverse_scale, scale_byte
-
-
-@dataclass(frozen=True)
-class BlockSpec:
-    """How to quantize, without the data: what the kernels specialise on."""
-
-    fmt: ElemFormat
-    block: str  # "1d": 1x32 along the last axis, "2d": 32x32 over the last two
-    scale_rule: str
-    stochastic: bool
-    hadamard: int  # size of the rotation, 0 for none
-    stream: int = 0  # third coordinate of the random numbers, beside seed and element index
-
-
-@dataclass(frozen=True)
-class Orientation:
-    """What to write along one axis of a matrix: `dtype` None for codes and scales, else values in that dtype."""
-
-    spec: BlockSpec
-    signs: Tensor | None  # FP32 [hadamard]
-    dtype: torch.dtype | None
-
 
 Outputs = tuple[Tensor | None, Tensor | None]  # (values, scales) of one orientation
 
@@ -66,67 +42,69 @@ def block_amax(x: Tensor, block: str) -> Tensor:
     return amax.unflatten(-2, (-1, BLOCK)).amax(-2) if block == "2d" else amax
 
 
-def round_in_blocks(
-    x: Tensor, spec: BlockSpec, signs: Tensor | None, seed: Tensor | None, first: int = 0
-) -> tuple[Tensor, Tensor]:
-    """FP32 [..., K] -> (element values on the grid of `spec.fmt`, FP32 [..., K]; scale bytes, uint8 per block).
+def round_in_blocks(x: Tensor, plan: OperandPlan, seed: Tensor | None, first: int = 0) -> tuple[Tensor, Tensor]:
+    """FP32 [..., K] -> (element values on the grid of `plan.fmt`, FP32 [..., K]; scale bytes, uint8 per block).
 
     The elements of a block that holds NaN or infinity are 0; its byte, 255, makes every value NaN. `first` is the index
     of the first element in the whole tensor.
     """
-    if spec.hadamard:
-        x = rotate_last(x, spec.hadamard, signs)
-    byte = scale_byte(block_amax(x, spec.block), spec.fmt, spec.scale_rule)
-    scaled = in_blocks(x, spec.block) * beside(inverse_scale(byte), spec.block)
-    scaled = torch.where(beside(byte == E8M0_NAN, spec.block), 0.0, scaled).view(x.shape)
-    if spec.stochastic:
-        return round_stochastic(scaled, spec.fmt, random16(seed, scaled.shape, spec.stream, first)), byte
-    return round_nearest(scaled, spec.fmt), byte
+    if plan.prescaled:
+        x = x * PRESCALE
+    if plan.hadamard:
+        x = rotate_last(x, plan.hadamard, plan.signs(seed, x.device))
+    byte = scale_byte(block_amax(x, plan.block), plan.fmt, plan.scale_rule)
+    scaled = in_blocks(x, plan.block) * beside(inverse_scale(byte), plan.block)
+    scaled = torch.where(beside(byte == E8M0_NAN, plan.block), 0.0, scaled).view(x.shape)
+    if plan.stochastic:
+        return round_stochastic(scaled, plan.fmt, random16(seed, scaled.shape, plan.stream, first)), byte
+    return round_nearest(scaled, plan.fmt), byte
 
 
-def quantize_packed(
-    x: Tensor, spec: BlockSpec, signs: Tensor | None, seed: Tensor | None, first: int = 0
-) -> tuple[Tensor, Tensor]:
+def quantize_packed(x: Tensor, plan: OperandPlan, seed: Tensor | None, first: int = 0) -> tuple[Tensor, Tensor]:
     """FP32 [..., K] -> (codes, uint8 [..., K/2] for E2M1 else [..., K]; scale bytes)."""
-    value, byte = round_in_blocks(x, spec, signs, seed, first)
-    code = encode(value, spec.fmt)
-    return (pack_nibbles(code) if spec.fmt.bits == 4 else code), byte
+    value, byte = round_in_blocks(x, plan, seed, first)
+    code = encode(value, plan.fmt)
+    return (pack_nibbles(code) if plan.fmt.bits == 4 else code), byte
 
 
 def quantize_dequantize(
-    x: Tensor, spec: BlockSpec, signs: Tensor | None, seed: Tensor | None, dtype: torch.dtype, first: int = 0
+    x: Tensor, plan: OperandPlan, seed: Tensor | None, dtype: torch.dtype, first: int = 0
 ) -> Tensor:
     """FP32 [..., K] -> the values that `quantize_packed` stands for, in `dtype`, still in the rotated basis."""
-    value, byte = round_in_blocks(x, spec, signs, seed, first)
-    value = in_blocks(value, spec.block) * beside(e8m0_value(byte), spec.block)
+    value, byte = round_in_blocks(x, plan, seed, first)
+    value = in_blocks(value, plan.block) * beside(e8m0_value(byte), plan.block)
     return value.view(x.shape).to(dtype)
 
 
 def quantize_matrix(
-    x: Tensor, row: Orientation | None, col: Orientation | None, seed: Tensor | None
+    x: Tensor, row: OperandPlan | None, col: OperandPlan | None, seed: Tensor | None
 ) -> tuple[Outputs, Outputs]:
-    """Quantize x [batch, R, C] along C as `row` says, along R as `col` says: the twin of the Triton kernel.
+    """Quantize x [R, C] or [batch, R, C] along C as `row` says, along R as `col` says: the twin of the Triton kernel.
 
-    Returns ((values, scales), (values, scales)), each None where not asked for. For `row` with dtype None they are
-    codes, uint8 [batch, R, C/2] for E2M1 else [batch, R, C], and bytes [batch, R, C/32], for 2D blocks
-    [batch, R/32, C/32]; with a dtype they are [batch, R, C] and None. For `col` the same of the transpose.
+    Returns ((values, scales), (values, scales)), each None where not asked for. For a packed `row` they are codes,
+    uint8 [..., R, C/2] for E2M1 else [..., R, C], and bytes [..., R, C/32], for 2D blocks [..., R/32, C/32]; with a
+    dtype they are [..., R, C] and None. For `col` the same of the transpose. The axis of a plan has no part in it.
     """
-    return in_parts(x, row, seed, part), in_parts(x.transpose(1, 2), col, seed, part)
+    if x.ndim == 2:
+        (a, b), (c, d) = quantize_matrix(x.unsqueeze(0), row, col, seed)
+        a, b, c, d = (None if t is None else t.squeeze(0) for t in (a, b, c, d))
+        return (a, b), (c, d)
+    return _in_parts(x, row, seed), _in_parts(x.transpose(1, 2), col, seed)
 
 
 CHUNK = 1 << 16  # elements that the CPU works on at a time: what its operations hand each other stays in the cache
 
 
-def in_parts(x: Tensor, how: Orientation | None, seed: Tensor | None, quantize: Callable) -> Outputs:
-    """What `quantize(lines of x, how, seed, index of their first element)` gives, put together."""
-    if how is None:
+def _in_parts(x: Tensor, plan: OperandPlan | None, seed: Tensor | None) -> Outputs:
+    """`part` of some lines at a time, put together."""
+    if plan is None:
         return None, None
     batch, lines, k = x.shape
     step = max(CHUNK // max(k, 1) // BLOCK, 1) * BLOCK if x.device.type == "cpu" else max(lines, 1)
     if step >= lines:
-        return quantize(x, how, seed, 0)
+        return part(x, plan, seed, 0)
     parts = [
-        quantize(x[b : b + 1, i : i + step], how, seed, (b * lines + i) * k)
+        part(x[b : b + 1, i : i + step], plan, seed, (b * lines + i) * k)
         for b in range(batch)
         for i in range(0, lines, step)
     ]
@@ -138,9 +116,9 @@ def in_parts(x: Tensor, how: Orientation | None, seed: Tensor | None, quantize: 
     return whole(values), whole(scales)
 
 
-def part(x: Tensor, how: Orientation, seed: Tensor | None, first: int) -> Outputs:
+def part(x: Tensor, plan: OperandPlan, seed: Tensor | None, first: int) -> Outputs:
     """X [batch, R, K] quantized along K at once; `first` is the index of its first element in the whole."""
     x = x.contiguous().float()
-    if how.dtype is None:
-        return quantize_packed(x, how.spec, how.signs, seed, first)
-    return quantize_dequantize(x, how.spec, how.signs, seed, how.dtype, first), None
+    if plan.dtype is None:
+        return quantize_packed(x, plan, seed, first)
+    return quantize_dequantize(x, plan, seed, plan.dtype, first), None

@@ -20,6 +20,8 @@ from torch import Tensor
 from mxfp4.numerics.formats import E8M0_NAN, ElemFormat, one_of
 
 SCALE_RULES = ("floor", "even", "ceil", "rceil")
+DEFAULT_SCALE_RULE = "even"
+"""Of `mxfp4.quantize` and of recipes: what ROCm Transformer Engine runs."""
 
 
 def rule_addend(fmt: ElemFormat, rule: str) -> int:

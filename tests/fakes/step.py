@@ -63,8 +63,8 @@ class Allocations(TorchDispatchMode):
 @contextmanager
 def as_a_gpu(patch):
     """CPU tensors are computed with as a GPU's are. patch: pytest's monkeypatch."""
-    for module in ("mxfp4.numerics.ops.matmul", "mxfp4.layers.gemms"):
-        patch.setattr(f"{module}.gemm_dtype", lambda device: torch.bfloat16)
+    for module in ("numerics.ops.matmul", "layers.plan", "layers.operands", "layers.gemms"):
+        patch.setattr(f"mxfp4.{module}.gemm_dtype", lambda device: torch.bfloat16)
     patch.setattr(evaluation, "compute_context", lambda device: torch.autocast("cpu", dtype=torch.bfloat16))
     yield
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mxfp4 import Gemm, MXFP4Linear, Operand, Recipe, set_step
-from mxfp4.layers import operands as prepared
+from mxfp4.layers import plan as plans
 from mxfp4.layers.recipe import ELEMS_OF, GEMMS, TENSORS
 
 PLAIN, BLOCKS = ("fp32", "bf16", "fp8", "fp8", "fp8"), ("mxfp4", "mxfp8", "nvfp4", "fp8", "fp8")
@@ -44,7 +44,7 @@ def run(chosen: Recipe, sizes: tuple[int, int, int], save: str, path: str) -> tu
     x, grad = torch.randn(tokens, inside, requires_grad=True), torch.randn(tokens, outside)
     set_step(layer, 3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepared, "fp8_path", lambda device: path)
+        patch.setattr(plans, "fp8_path", lambda device: path)
         y = layer(x)
         y.backward(grad)
     w, g, x_norm = (t.detach().norm() for t in (layer.weight, grad, x))  # sums may cancel: it is their parts that round
@@ -57,7 +57,7 @@ def run(chosen: Recipe, sizes: tuple[int, int, int], save: str, path: str) -> tu
 def test_neither_the_wait_nor_the_units_change_a_result(formats, sizes, data):
     chosen = data.draw(recipes(formats))
     shape = data.draw(st.integers(1, 70)), data.draw(sizes), data.draw(sizes)
-    ways = {(save, path): run(chosen, shape, save, path) for save in prepared.SAVES for path in ("emulated", "native")}
+    ways = {(save, path): run(chosen, shape, save, path) for save in plans.SAVES for path in ("emulated", "native")}
     for path in ("emulated", "native"):
         for ours, theirs in zip(ways["packed", path], ways["values", path], strict=True):
             assert torch.equal(ours, theirs)

@@ -60,10 +60,10 @@ def test_compiled_code_takes_the_strides_of_any_input(name):
 
 def test_a_compiled_block_quantizes_a_shared_input_once(monkeypatch):
     """Query, key and value read one X, gate and up another: where nothing is random, compiled code makes each once."""
-    from mxfp4.numerics.ops import block_quantize as ops
+    from mxfp4.numerics.kernels.cpu import quantize as on_cpu
 
-    calls, quantize = [], ops.quantize_matrix
-    monkeypatch.setattr(ops, "quantize_matrix", lambda *a: (calls.append(1), quantize(*a))[1])
+    calls, quantize = [], on_cpu.quantize_matrix
+    monkeypatch.setattr(on_cpu, "quantize_matrix", lambda *a: (calls.append(1), quantize(*a))[1])
     tokens = torch.randint(64, (1, 33), generator=torch.Generator().manual_seed(0))
     counts = {}
     for name in ("mxfp4+h16", "mxfp4+sr"):

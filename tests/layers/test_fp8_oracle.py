@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mxfp4 import MXFP4Linear
-from mxfp4.layers import operands as prepared
+from mxfp4.layers import plan as plans
 from mxfp4.numerics.formats import ELEMS
 from mxfp4.numerics.ops.block_quantize import fp8_scale
 
@@ -54,7 +54,7 @@ def assert_product(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     sizes=st.tuples(*[st.one_of(st.integers(1, 70), st.sampled_from([16, 32, 48]))] * 3),
     powers=st.tuples(*[st.integers(-30, 30)] * 3),
     layouts=st.tuples(*[st.sampled_from(LAYOUTS)] * 2),
-    save=st.sampled_from(prepared.SAVES),
+    save=st.sampled_from(plans.SAVES),
     seed=st.integers(0, 2**20),
 )
 def test_the_three_gemms_are_the_products_of_what_fp8_holds(native, sizes, powers, layouts, save, seed):
@@ -66,7 +66,7 @@ def test_the_three_gemms_are_the_products_of_what_fp8_holds(native, sizes, power
     x = laid_out(tokens, inside, layouts[0], powers[0])
     grad = laid_out(tokens, outside, layouts[1], powers[1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepared, "fp8_path", lambda device: "native" if native else "emulated")
+        patch.setattr(plans, "fp8_path", lambda device: "native" if native else "emulated")
         y = layer(x.requires_grad_())
         dx, dw = torch.autograd.grad(y, (x, layer.weight), grad)
     x, w = x.detach(), layer.weight.detach()

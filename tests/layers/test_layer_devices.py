@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mxfp4 import MXFP4Linear, recipe, set_step
-from mxfp4.layers import operands as prepared
+from mxfp4.layers import plan as plans
 from mxfp4.layers.gemms import operand
 from mxfp4.numerics.native import fp8_path
 from tests.fakes import oracle
@@ -96,7 +96,7 @@ def test_a_gpu_computes_what_the_cpu_does(name, device):
         set_step(layer, 11)
     results = run(there, x, grad)
     for which, ours, theirs in zip(GEMMS, results, run(here, x, grad), strict=True):
-        if prepared.takes_packed(getattr(here.recipe, which), mx=False, fp8=True):
+        if plans.takes_packed(getattr(here.recipe, which), mx=False, fp8=True):
             assert_close_to_exact(results, here, x, grad, which)
         else:
             assert relative(ours, theirs) < 2e-6
@@ -111,7 +111,7 @@ def test_compiled_on_a_gpu_equals_eager(name, device):
     library, with another order of sums: results round to BF16 neighbours, half of 2^-8 to either side of one sum.
     """
     exact = fp8_path(device) == "native" or not any(
-        prepared.takes_packed(getattr(recipe(name), which), mx=False, fp8=True) for which in GEMMS
+        plans.takes_packed(getattr(recipe(name), which), mx=False, fp8=True) for which in GEMMS
     )
     eager = MXFP4Linear(256, 512, bias=False, recipe=name, fqn="layers.0.attention.wq", device=device)
     compiled = copy.deepcopy(eager)
@@ -140,7 +140,7 @@ def test_fp8_on_either_path_is_the_exact_product(path, tokens, device, monkeypat
         path = "emulated"
     x, grad = torch.randn(tokens, 128), torch.randn(tokens, 192)
     layer = MXFP4Linear(128, 192, bias=False, recipe="fp8", device=device)
-    monkeypatch.setattr(prepared, "fp8_path", lambda device: path)
+    monkeypatch.setattr(plans, "fp8_path", lambda device: path)
     results = run(layer, x, grad)
     for which in GEMMS:
         assert_close_to_exact(results, layer, x, grad, which)

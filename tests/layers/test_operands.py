@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from mxfp4 import MXFP4Linear, convert, set_step
-from mxfp4.layers import operands as prepared
-from mxfp4.layers.gemms import both_operands
+from mxfp4.layers import plan as plans
+from mxfp4.layers.gemms import both_operands, multiply
+from mxfp4.layers.operands import Quantized, quantize_tensor, values_of
 from mxfp4.layers.recipe import GEMMS, RECIPES, recipe
 from mxfp4.numerics.formats import ELEMS
 from mxfp4.numerics.kernels import triton as package
+from mxfp4.numerics.kernels.triton.launcher import Launcher
+from mxfp4.numerics.operand_plan import OperandPlan
 from mxfp4.numerics.ops import packed_operands
 from tests.fakes import triton_kernels as kernels
 from tests.numerics.kernels.test_triton_gemm import needs_dot_scaled, operand
@@ -94,7 +97,7 @@ def fp8_only(monkeypatch):
         return scaled_mm_of_torch(a, b, **kw)
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    monkeypatch.setattr(prepared, "fp8_path", torch.compiler.assume_constant_result(lambda device: "native"))
+    monkeypatch.setattr(plans, "fp8_path", torch.compiler.assume_constant_result(lambda device: "native"))
     return calls
 
 
@@ -107,7 +110,7 @@ def native(monkeypatch, fp8_only):
         calls.append((a.elem, b.elem))
         return gemm(a, b, out)
 
-    monkeypatch.setattr(prepared, "matmul_path", torch.compiler.assume_constant_result(lambda device: "native"))
+    monkeypatch.setattr(plans, "matmul_path", torch.compiler.assume_constant_result(lambda device: "native"))
     fake = type("gemm_triton", (), {"gemm": staticmethod(counted)})
     monkeypatch.setattr(package, "gemm", fake, raising=False)
     return calls
@@ -146,8 +149,9 @@ def test_native_takes_odd_tokens_mixed_elements_and_a_compiler(native, monkeypat
     for a, b in zip(run(compiled, 33, torch.compile(compiled, fullgraph=True)), ours, strict=True):
         assert torch.equal(a, b)
     a4, b8 = operand(33, 96, 1), operand(64, 96, 2, "e4m3")
-    packed = [prepared.Packed(q.qdata, q.scale, q.elem, q.block, False) for q in (a4.to("cpu"), b8.to("cpu"))]
-    mixed = prepared.multiply("fprop", *packed, recipe("mxfp4"), torch.float32)
+    sides = [(Quantized(q.qdata, q.scale), OperandPlan(elem=q.elem)) for q in (a4.to("cpu"), b8.to("cpu"))]
+    plan = plans.GemmPlan("fprop", *(side[1] for side in sides), "mx", 0)
+    mixed = multiply(plan, *(side[0] for side in sides), torch.float32)
     assert native[-1] == ("e2m1", "e4m3")
     assert relative(mixed, a4.dequantize().double() @ b8.dequantize().double().t()) < 1e-6
     monkeypatch.undo()
@@ -155,20 +159,20 @@ def test_native_takes_odd_tokens_mixed_elements_and_a_compiler(native, monkeypat
         assert relative(a, b) < 1e-6
 
 
-HOLD_FP8 = [name for name in RECIPES if prepared.takes_packed(recipe(name).wgrad, mx=False, fp8=True) or name == "fp8"]
+HOLD_FP8 = [name for name in RECIPES if plans.takes_packed(recipe(name).wgrad, mx=False, fp8=True) or name == "fp8"]
 
 
 def test_the_recipes_that_hold_fp8():
     assert len(HOLD_FP8) == 11 and {"fp8", "mxfp4-fprop", "mxfp4-fprop-dgrad+sr"} <= set(HOLD_FP8)
 
 
-@pytest.mark.parametrize("save", prepared.SAVES)
+@pytest.mark.parametrize("save", plans.SAVES)
 @pytest.mark.parametrize("name", [*HOLD_FP8, "mxfp4-dgrad+2d", "mxfp4-wgrad+sr"])
 def test_a_chip_with_fp8_units_alone_multiplies_what_is_in_fp8(name, save, fp8_only, monkeypatch):
     """Two GEMMs may want a tensor in two forms: FP8 codes and MXFP4 values, in either order."""
     ours = run(layer(name, save=save))
     gemms = [getattr(recipe(name), which) for which in GEMMS]
-    assert len(fp8_only) == sum(prepared.takes_packed(pair, mx=False, fp8=True) for pair in gemms) > 0
+    assert len(fp8_only) == sum(plans.takes_packed(pair, mx=False, fp8=True) for pair in gemms) > 0
     monkeypatch.undo()
     for a, b in zip(ours, run(layer(name)), strict=True):
         assert relative(a, b) < 1e-6
@@ -221,20 +225,33 @@ def test_fp8_units_are_not_asked_for_sizes_that_they_refuse(fp8_only, monkeypatc
         assert relative(a, b) < 1e-6
 
 
+def gemm_of(chosen, pair) -> str:
+    """The GEMM of a recipe whose operands `pair` is."""
+    return next(gemm for gemm in GEMMS if getattr(chosen, gemm) is pair)
+
+
 @pytest.mark.parametrize("name", ["fp8", "mxfp4+h16", "mxfp4+sr", "mxfp4+2d+sr", "mxfp4-fprop", "tetrajet", "ti2d"])
 @pytest.mark.parametrize("tensor", ["x", "w", "g"])
 @pytest.mark.parametrize("packed", [(True, True), (False, True), (True, False)])
-def test_every_way_to_prepare_a_tensor_gives_the_same_values(name, tensor, packed):
+def test_every_way_to_quantize_a_tensor_gives_the_same_values(name, tensor, packed, monkeypatch):
     torch.manual_seed(5)
     t, seed, chosen = torch.randn(64, 96), torch.tensor(9), recipe(name)
     which = [g for g, tensors in zip(GEMMS, ("xw", "gw", "gx"), strict=True) if tensor in tensors]
-    packed = tuple(p and prepared.packable(chosen.operands()[g, tensor]) for p, g in zip(packed, which, strict=True))
-    made = prepared.prepare_both(t, tensor, chosen, seed, packed)
-    for one, keep, (value, factor) in zip(made, packed, both_operands(t, tensor, chosen, seed), strict=True):
-        assert isinstance(one, prepared.Packed) == keep
-        ours = prepared.unpacked(one, torch.float32)
-        assert torch.equal(ours.value, value) and ours.factor == factor
-        assert ours.value.stride() == value.stride()  # or a library's GEMM may add in another order
+    packed = tuple(p and plans.packable(chosen.operands()[g, tensor]) for p, g in zip(packed, which, strict=True))
+    units = dict(zip(which, packed, strict=True))
+    monkeypatch.setattr(plans, "_units", lambda pair, *_: "mx" if units.get(gemm_of(chosen, pair)) else "library")
+    plans._layer_plan.cache_clear()
+    plan = getattr(plans._layer_plan(chosen, torch.float32, (False, False), (True, True), "values"), tensor)
+    monkeypatch.undo()
+    plans._layer_plan.cache_clear()
+    expected = both_operands(t, tensor, chosen, seed)
+    for one, how, keep, (value, factor) in zip(
+        quantize_tensor(t, plan, seed), (plan.first, plan.second), packed, expected, strict=True
+    ):
+        assert (how.dtype is None) == keep
+        ours = values_of(one, how, torch.float32)
+        assert torch.equal(ours.data, value) and ours.scale == factor
+        assert ours.data.stride() == value.stride()  # or a library's GEMM may add in another order
 
 
 @pytest.mark.parametrize("elem", sorted(ELEMS))
@@ -251,7 +268,7 @@ def test_turning_fits_the_grid_of_a_gpu_however_long_the_rows(monkeypatch):
     """Its axes but the first count to 65535."""
     grids, module = [], kernels.load("transpose")
     fake = type("kernel", (), {"__getitem__": lambda self, grid: grids.append(grid) or (lambda *a, **kw: None)})
-    monkeypatch.setattr(module, "_turn_kernel", fake())
+    monkeypatch.setattr(module, "_transpose", Launcher(fake()))
     for shape in ((2, 2**23), (2**23, 2)):
         module.turn(torch.empty(shape, dtype=torch.uint8), 1)
     assert len(grids) == 2 and all(math.prod(grid) == 2**17 and max(grid[1:], default=1) <= 65535 for grid in grids)

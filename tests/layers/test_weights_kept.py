@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mxfp4 import convert, recipe, set_step
-from mxfp4.layers import operands as prepared
+from mxfp4.layers import linear
 from mxfp4.layers.linear import MXFP4Linear, weights_kept
 from mxfp4.training.evaluation import token_loss
 from mxfp4.training.loop import train
@@ -19,13 +19,13 @@ from tests.fakes import TINY, FakeCorpus, tiny_config
 def made(monkeypatch):
     """Counts how often a weight is quantized."""
     counts = []
-    for name in ("prepare", "prepare_both"):
+    honest = linear.quantize_tensor
 
-        def counted(t, *args, honest=getattr(prepared, name), **kw):
-            counts.extend(["w"] * ("w" in args))
-            return honest(t, *args, **kw)
+    def counted(t, plan, seed):
+        counts.extend(["w"] * (plan.tensor == "w"))
+        return honest(t, plan, seed)
 
-        monkeypatch.setattr(prepared, name, counted)
+    monkeypatch.setattr(linear, "quantize_tensor", counted)
     return counts
 
 
@@ -42,7 +42,7 @@ def gradients(recipe, keep, parts=3):
             run()
     else:
         run()
-    assert all(m.kept is None for m in model.modules() if isinstance(m, MXFP4Linear))
+    assert all(m.weight_cache is None for m in model.modules() if isinstance(m, MXFP4Linear))
     return [p.grad for p in model.parameters()]
 
 
@@ -126,7 +126,7 @@ def test_a_copy_made_inside_keeps_nothing(way):
     with weights_kept(layer):
         before = layer(x)
         copied = way(layer)
-    assert torch.equal(copied(x), before) and copied.kept is None
+    assert torch.equal(copied(x), before) and copied.weight_cache is None
     copied.weight.data.mul_(2)
     assert not torch.equal(copied(x), before)
 
@@ -159,7 +159,7 @@ def test_nothing_is_kept_after_an_error():
     layer = MXFP4Linear(64, 32, recipe="mxfp4")
     with pytest.raises(ValueError, match=r"\(3, 65\) must end in in_features=64"), weights_kept(layer):
         layer(torch.randn(3, 65))
-    assert layer.kept is None
+    assert layer.weight_cache is None
 
 
 def test_the_loop_quantizes_a_weight_once_a_step_and_once_an_evaluation(made, monkeypatch):

@@ -68,10 +68,12 @@ def gemm_dtype(device: torch.device) -> torch.dtype:
 
 def gemm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """[M, K] x [N, K] -> [M, N] of plain operands in `gemm_dtype`, FP32 accumulation, result in `out_dtype`."""
-    with torch.autocast(a.device.type, enabled=False):  # which would give BF16 results here
-        if a.dtype == torch.bfloat16 and out_dtype != torch.bfloat16:  # of FP16 and FP64 it would round the sum first
-            return as_dtype(torch.mm(a, b.t(), out_dtype=torch.float32), out_dtype)
-        return as_dtype(torch.mm(a, b.t()), out_dtype)
+    if torch.is_autocast_enabled(a.device.type):  # which would give BF16 results here
+        with torch.autocast(a.device.type, enabled=False):
+            return gemm(a, b, out_dtype)
+    if a.dtype == torch.bfloat16 and out_dtype != torch.bfloat16:  # of FP16 and FP64 it would round the sum first
+        return as_dtype(torch.mm(a, b.t(), out_dtype=torch.float32), out_dtype)
+    return as_dtype(torch.mm(a, b.t()), out_dtype)
 
 
 def as_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:

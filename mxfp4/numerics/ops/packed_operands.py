@@ -7,12 +7,15 @@ in Triton on a GPU and in torch on the CPU, where Triton interprets the GEMM.
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 from torch import Tensor
 
-from mxfp4.numerics.formats import ELEMS, pack_nibbles, turned_copy
+from mxfp4.numerics.formats import ELEMS, pack_nibbles, transposed_copy
+from mxfp4.numerics.fp8 import FP8, fp8_scale
 from mxfp4.numerics.kernels import HAS_TRITON
-from mxfp4.numerics.ops.block_quantize import FP8, fp8_scale, scaled_fp8
+from mxfp4.numerics.ops.block_quantize import scaled_fp8
 from mxfp4.numerics.tensor import MXTensor
 
 _library = torch.library.Library("mxfp4", "FRAGMENT")
@@ -24,6 +27,7 @@ _library.define("fp8_codes(Tensor x, str elem, bool turned) -> (Tensor, Tensor)"
 _library.define("fp8_codes_pair(Tensor x, str elem) -> (Tensor, Tensor, Tensor)")
 _fp8 = "Tensor {0}, Tensor {0}_factor, str {0}_elem"
 _library.define(f"gemm_fp8({_fp8.format('a')}, {_fp8.format('b')}, ScalarType dtype) -> Tensor")
+ANY = "CompositeExplicitAutograd"
 
 
 def _per_byte(elem: str) -> int:
@@ -34,16 +38,11 @@ def _wrap(qdata: Tensor, scale: Tensor, elem: str, block: str) -> MXTensor:
     return MXTensor(qdata, scale, elem, block, -1, (*qdata.shape[:-1], qdata.shape[-1] * _per_byte(elem)))
 
 
-@torch.library.impl(_library, "unpack", "CompositeExplicitAutograd")
+@torch.library.impl(_library, "unpack", ANY)
 def _unpack(qdata, scale, elem, block, dtype, late=False):
     if block == "tensor":
         return qdata.view(FP8[elem]).to(dtype)
-    x = _wrap(qdata, scale, elem, block)
-    if qdata.is_cuda and HAS_TRITON:
-        from mxfp4.numerics.kernels.triton import gemm as gemm_triton
-
-        return gemm_triton.unpack(x, dtype)
-    return x.dequantize(dtype)
+    return _wrap(qdata, scale, elem, block).dequantize(dtype)
 
 
 @torch.library.register_fake("mxfp4::unpack", lib=_library)
@@ -51,13 +50,9 @@ def _unpack_shape(qdata, scale, elem, block, dtype, late=False):
     return qdata.new_empty((*qdata.shape[:-1], qdata.shape[-1] * _per_byte(elem)), dtype=dtype)
 
 
-@torch.library.impl(_library, "turn", "CompositeExplicitAutograd")
+@torch.library.impl(_library, "turn", ANY)
 def _turn(qdata, elem):
-    if qdata.is_cuda and HAS_TRITON:
-        from mxfp4.numerics.kernels.triton import transpose as turn_triton
-
-        return turn_triton.turn(qdata, _per_byte(elem))
-    codes = turned_copy(_wrap(qdata, qdata, elem, "1d").codes())
+    codes = transposed_copy(_wrap(qdata, qdata, elem, "1d").codes())
     return pack_nibbles(codes) if _per_byte(elem) == 2 else codes
 
 
@@ -67,7 +62,7 @@ def _turn_shape(qdata, elem):
     return qdata.new_empty((qdata.shape[1] * per_byte, qdata.shape[0] // per_byte))
 
 
-@torch.library.impl(_library, "gemm_packed", "CompositeExplicitAutograd")
+@torch.library.impl(_library, "gemm_packed", ANY)
 def _gemm_packed(a, a_scale, a_elem, a_block, b, b_scale, b_elem, b_block, dtype):
     from mxfp4.numerics.kernels.triton import gemm as gemm_triton
 
@@ -80,21 +75,36 @@ def _gemm_packed_shape(a, a_scale, a_elem, a_block, b, b_scale, b_elem, b_block,
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
 
-def _codes(x: Tensor, elem: str, along: bool, turned: bool) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    if x.is_cuda and HAS_TRITON:
-        from mxfp4.numerics.kernels.triton import fp8 as fp8_triton
-
-        return fp8_triton.codes(x, elem, along, turned)
+def _fp8_codes_of(x: Tensor, elem: str, along: bool, transposed: bool) -> tuple[Tensor | None, Tensor | None, Tensor]:
     scale = fp8_scale(x, elem)
     value = scaled_fp8(x, scale, elem, torch.bfloat16)  # which holds FP8 exactly
     codes = value.to(FP8[elem]).contiguous().view(torch.uint8)
-    return codes if along else None, turned_copy(codes) if turned else None, 1.0 / scale
+    return codes if along else None, transposed_copy(codes) if transposed else None, scale.reciprocal()
 
 
-@torch.library.impl(_library, "fp8_codes", "CompositeExplicitAutograd")
-def _fp8_codes(x, elem, turned):
-    along, across, factor = _codes(x, elem, not turned, turned)
-    return (across if turned else along), factor
+def _implement_codes(key: str, codes_of) -> None:
+    def fp8_codes(x, elem, turned):
+        along, across, factor = codes_of(x, elem, not turned, turned)
+        return (across if turned else along), factor
+
+    _library.impl("fp8_codes", fp8_codes, key)
+    _library.impl("fp8_codes_pair", lambda x, elem: codes_of(x, elem, True, True), key)
+
+
+_implement_codes(ANY, _fp8_codes_of)
+if HAS_TRITON:
+
+    def _kernels(name: str):
+        return importlib.import_module(f"mxfp4.numerics.kernels.triton.{name}")
+
+    @torch.library.impl(_library, "unpack", "CUDA")
+    def _unpack_in_triton(qdata, scale, elem, block, dtype, late=False):
+        if block == "tensor":
+            return qdata.view(FP8[elem]).to(dtype)
+        return _kernels("gemm").unpack(_wrap(qdata, scale, elem, block), dtype)
+
+    _library.impl("turn", lambda qdata, elem: _kernels("transpose").turn(qdata, _per_byte(elem)), "CUDA")
+    _implement_codes("CUDA", lambda *args: _kernels("fp8").codes(*args))
 
 
 @torch.library.register_fake("mxfp4::fp8_codes", lib=_library)
@@ -102,18 +112,13 @@ def _fp8_codes_shape(x, elem, turned):
     return x.new_empty(x.shape[::-1] if turned else x.shape, dtype=torch.uint8), x.new_empty((), dtype=torch.float32)
 
 
-@torch.library.impl(_library, "fp8_codes_pair", "CompositeExplicitAutograd")
-def _fp8_codes_pair(x, elem):
-    return _codes(x, elem, True, True)
-
-
 @torch.library.register_fake("mxfp4::fp8_codes_pair", lib=_library)
 def _fp8_codes_pair_shape(x, elem):
-    codes, turned = (x.new_empty(shape, dtype=torch.uint8) for shape in (x.shape, x.shape[::-1]))
-    return codes, turned, x.new_empty((), dtype=torch.float32)
+    codes, transposed = (x.new_empty(shape, dtype=torch.uint8) for shape in (x.shape, x.shape[::-1]))
+    return codes, transposed, x.new_empty((), dtype=torch.float32)
 
 
-@torch.library.impl(_library, "gemm_fp8", "CompositeExplicitAutograd")
+@torch.library.impl(_library, "gemm_fp8", ANY)
 def _gemm_fp8(a, a_factor, a_elem, b, b_factor, b_elem, dtype):
     a, b = a.view(FP8[a_elem]), b.view(FP8[b_elem])
     return torch._scaled_mm(a, b.t(), scale_a=a_factor, scale_b=b_factor, out_dtype=dtype, use_fast_accum=False)

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from mxfp4.numerics.formats import BLOCK, FLOATS, as_index, check_float, elem_format, one_of
 from mxfp4.numerics.hadamard import Hadamard, check_multiple, check_rotation
+from mxfp4.numerics.operand_plan import plan_text
 from mxfp4.numerics.ops import block_quantize as ops
 from mxfp4.numerics.philox import as_seed
 from mxfp4.numerics.rounding import ROUNDINGS
-from mxfp4.numerics.scale_rules import SCALE_RULES
+from mxfp4.numerics.scale_rules import DEFAULT_SCALE_RULE, SCALE_RULES
 from mxfp4.numerics.tensor import MXTensor
 
 BLOCKS = ("1d", "2d")
@@ -25,7 +26,7 @@ def quantize(
     axis: int = -1,
     block: str = "1d",
     elem: str = "e2m1",
-    scale_rule: str = "floor",
+    scale_rule: str = DEFAULT_SCALE_RULE,
     rounding: str = "nearest",
     hadamard: Hadamard | None = None,
     seed: int | Tensor | None = None,
@@ -36,7 +37,7 @@ def quantize(
     x: float tensor of any strides, at least 1-D (2-D for 2D blocks). FP64 is rounded to FP32 first.
     block: "1d" (1x32 along `axis`) or "2d" (32x32 over the last two axes).
     elem: "e2m1" (MXFP4), "e4m3", "e5m2" (MXFP8).
-    scale_rule: "floor" (the OCP rule), "even", "ceil", "rceil": see `mxfp4.numerics.scale_rules`.
+    scale_rule: "even" (the recipes' default), "floor" (the OCP rule), "ceil", "rceil": see `numerics.scale_rules`.
     rounding: "nearest" (ties to even) or "stochastic"; both saturate.
     hadamard: rotation along `axis` before the block maximum, in FP32.
     seed: int or one-element int64 tensor, for stochastic rounding and for signs="seed". The same seed gives the same
@@ -52,10 +53,10 @@ def quantize(
     axis) is not a positive multiple of 32, or of the rotation's size, and for unknown names.
     Zero rows give an empty result.
     """
-    how = _prepare(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream)
-    qdata, scale = ops.quantize(x.detach(), *how)
-    signs = how[6]
-    return MXTensor(qdata, scale, elem, block, _negative(how[0], x.ndim), tuple(x.shape), hadamard, signs)
+    axis, stream, seed = _checked(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream)
+    text = _text(axis, block, elem, scale_rule, rounding, hadamard, stream, None)
+    qdata, scale = ops.quantize_operand(x.detach(), text, seed)
+    return _wrapped(qdata, scale, x, elem, block, axis, hadamard, stream, seed)
 
 
 @torch.no_grad()
@@ -65,7 +66,7 @@ def fake_quantize(
     axis: int = -1,
     block: str = "1d",
     elem: str = "e2m1",
-    scale_rule: str = "floor",
+    scale_rule: str = DEFAULT_SCALE_RULE,
     rounding: str = "nearest",
     hadamard: Hadamard | None = None,
     seed: int | Tensor | None = None,
@@ -76,9 +77,10 @@ def fake_quantize(
 
     The result is shaped like x, in `dtype` (None: FP32), in the rotated basis; in memory `axis` is last.
     """
-    how = _prepare(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream)
+    axis, stream, seed = _checked(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream)
     dtype = torch.float32 if dtype is None else one_of("dtype", dtype, FLOATS)
-    return ops.fake_quantize(x.detach(), *how, dtype).movedim(-1, how[0])
+    text = _text(axis, block, elem, scale_rule, rounding, hadamard, stream, dtype)
+    return ops.fake_quantize_operand(x.detach(), text, seed).movedim(-1, axis)
 
 
 @torch.no_grad()
@@ -95,8 +97,9 @@ def fake_quantize_pair(
     `row` and `col` hold keywords of `fake_quantize`: block, elem, scale_rule, rounding, hadamard, stream. Both results
     are shaped like x [R, C]; in memory the second has its axis 0 last. Same values and same errors as the two calls.
     """
-    dtype, seed, how = _prepare_pair(x, row, col, seed, dtype)
-    along_row, along_col = ops.fake_quantize_pair(x.detach(), *how, seed, dtype)
+    dtype = torch.float32 if dtype is None else one_of("dtype", dtype, FLOATS)
+    row, col, seed = _checked_pair(x, row, col, seed)
+    along_row, along_col = ops.quantize_operands(x.detach(), _text(-1, *row, dtype), _text(0, *col, dtype), seed)
     return along_row, along_col.t()
 
 
@@ -108,60 +111,53 @@ def quantize_pair(
 
     Arguments as in `fake_quantize_pair`.
     """
-    _, seed, how = _prepare_pair(x, row, col, seed, None)
-    outputs = ops.quantize_pair(x.detach(), *how, seed)
-    first = MXTensor(*outputs[:2], how[1], how[0], -1, tuple(x.shape), row.get("hadamard"), how[5])
-    return first, _turned(x, outputs[2:], how, col)
+    row, col, seed = _checked_pair(x, row, col, seed)
+    outputs = ops.quantize_operands(x.detach(), _text(-1, *row, None), _text(0, *col, None), seed)
+    return tuple(
+        _wrapped(*outputs[i : i + 2], x, elem, block, axis, hadamard, stream, seed)
+        for i, axis, (block, elem, _, _, hadamard, stream) in ((0, -1, row), (2, 0, col))
+    )
 
 
-@torch.no_grad()
-def values_and_packed(
-    x: Tensor,
-    row: Mapping[str, object],
-    col: Mapping[str, object],
-    *,
-    seed: int | Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, MXTensor]:
-    """`fake_quantize(x, axis=-1, **row)` and `quantize(x, axis=0, **col)` of a matrix, from one read of it.
-
-    Arguments as in `fake_quantize_pair`.
-    """
-    dtype, seed, how = _prepare_pair(x, row, col, seed, dtype)
-    values, *packed = ops.values_and_packed(x.detach(), *how, seed, dtype)
-    return values, _turned(x, packed, how, col)
+_DEFAULTS = {
+    "block": "1d", "elem": "e2m1", "scale_rule": DEFAULT_SCALE_RULE, "rounding": "nearest", "hadamard": None, "stream": 0,
+}  # fmt: skip
 
 
-def _turned(x: Tensor, packed, how: tuple, col: Mapping[str, object]) -> MXTensor:
-    """The column orientation's codes and scales, wrapped."""
-    return MXTensor(*packed, how[8], how[7], -2, tuple(x.shape), col.get("hadamard"), how[12])
+def _text(axis, block, elem, scale_rule, rounding, hadamard, stream, dtype) -> str:
+    """The plan of checked arguments."""
+    return plan_text(
+        elem=elem, block=block, scale_rule=scale_rule, rounding=rounding, rotation=hadamard, stream=stream, axis=axis,
+        dtype=dtype,
+    )  # fmt: skip
 
 
-_DEFAULTS = {"block": "1d", "elem": "e2m1", "scale_rule": "floor", "rounding": "nearest", "hadamard": None, "stream": 0}
+def _wrapped(qdata, scale, x, elem, block, axis, hadamard, stream, seed) -> MXTensor:
+    signs = None if hadamard is None else hadamard.resolve(seed, stream // 2, x.device)
+    return MXTensor(qdata, scale, elem, block, _negative(axis, x.ndim), tuple(x.shape), hadamard, signs)
 
 
-def _prepare_pair(x, row, col, seed, dtype):
-    """Check every argument; return (dtype, seed, those of the operators between x and the seed)."""
+def _checked_pair(x, row, col, seed) -> tuple[tuple, tuple, Tensor | None]:
+    """Check every argument; return (row options in the order of _DEFAULTS, column options, seed)."""
     if isinstance(x, Tensor) and x.ndim != 2:
         raise ValueError(f"a pair of quantizations needs a 2-D tensor, got shape {tuple(x.shape)}")
     for options in (row, col):
         for name in options:
             one_of("keyword", name, _DEFAULTS)
-    dtype = torch.float32 if dtype is None else one_of("dtype", dtype, FLOATS)
+    row, col = ({**_DEFAULTS, **options} for options in (row, col))
     if isinstance(x, Tensor):
-        seed = as_seed(seed, x.device) if any(map(_is_random, (row, col))) else None
-    _, *row_how, _ = _prepare(x, axis=-1, seed=seed, **{**_DEFAULTS, **row})
-    _, *col_how, _ = _prepare(x, axis=0, seed=seed, **{**_DEFAULTS, **col})
-    return dtype, seed, (*row_how, *col_how)
+        seed = as_seed(seed, x.device) if any(_is_random(o["rounding"], o["hadamard"]) for o in (row, col)) else None
+    _, row["stream"], _ = _checked(x, axis=-1, seed=seed, **row)
+    _, col["stream"], _ = _checked(x, axis=0, seed=seed, **col)
+    return tuple(row.values()), tuple(col.values()), seed
 
 
-def _is_random(options) -> bool:
-    hadamard = options.get("hadamard")
-    return options.get("rounding") == "stochastic" or (isinstance(hadamard, Hadamard) and hadamard.signs == "seed")
+def _is_random(rounding, hadamard) -> bool:
+    return rounding == "stochastic" or (isinstance(hadamard, Hadamard) and hadamard.signs == "seed")
 
 
-def _prepare(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream):
-    """Check every argument; return those of the operators after x."""
+def _checked(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream) -> tuple[int, int, Tensor | None]:
+    """Check every argument; return (axis, stream, seed), the seed None where nothing is random."""
     check_float(x)
     axis = as_index("axis", axis)
     elem_format(elem)
@@ -169,7 +165,8 @@ def _prepare(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream)
     one_of("scale_rule", scale_rule, SCALE_RULES)
     one_of("rounding", rounding, ROUNDINGS)
     check_rotation(hadamard)
-    if not 0 <= as_index("stream", stream) < 2**32:
+    stream = as_index("stream", stream)
+    if not 0 <= stream < 2**32:
         raise ValueError(f"stream={stream} is out of range; allowed: 0 to 2^32 - 1")
     check_multiple(x, axis, BLOCK, "the block size")
     if hadamard is not None:
@@ -185,12 +182,7 @@ def _prepare(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream)
                 f"axis {other} of shape {tuple(x.shape)} has size {x.shape[other]}, which is not a multiple of "
                 f"{BLOCK} (2D blocks are 32x32)"
             )
-    stochastic = rounding == "stochastic"
-    random_sign = hadamard is not None and hadamard.signs == "seed"
-    seed = as_seed(seed, x.device) if stochastic or random_sign else None
-    signs = None if hadamard is None else hadamard.resolve(seed, stream // 2, x.device)
-    size = 0 if hadamard is None else hadamard.size
-    return axis, block, elem, scale_rule, stochastic, size, signs, stream, seed
+    return axis, stream, as_seed(seed, x.device) if _is_random(rounding, hadamard) else None
 
 
 def _negative(axis: int, ndim: int) -> int:

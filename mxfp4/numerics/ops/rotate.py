@@ -11,22 +11,35 @@ from torch import Tensor
 
 from mxfp4.numerics.formats import one_of
 from mxfp4.numerics.hadamard import SIZES
-from mxfp4.numerics.kernels import rotate_matrix
+from mxfp4.numerics.kernels import BACKENDS, Backend
 
 _library = torch.library.Library("mxfp4", "FRAGMENT")
 _library.define("rotate(Tensor t, int size, Tensor? signs, bool inverse, bool both, ScalarType dtype) -> Tensor")
+_library.define("rotate_unclipped(Tensor t, Tensor unclipped, int size, ScalarType dtype) -> Tensor")
 
 
-@torch.library.impl(_library, "rotate", "CompositeExplicitAutograd")
-def _rotate(t, size, signs, inverse, both, dtype):
-    if t.ndim != 2 or t.shape[1] % size or (both and t.shape[0] % size):
-        along = "both axes" if both else "the last axis"
-        raise ValueError(f"rotating {along} in groups of {size} needs a matrix of such multiples, got {tuple(t.shape)}")
-    return rotate_matrix(t, size, signs, inverse, both, dtype)
+def _implement(key: str, backend: Backend) -> None:
+    def rotate(t, size, signs, inverse, both, dtype):
+        return backend.rotate_matrix(t, size, signs, inverse, both, dtype)
+
+    def rotate_unclipped(t, unclipped, size, dtype):
+        return backend.rotate_matrix(t, size, None, False, False, dtype, unclipped)
+
+    _library.impl("rotate", rotate, key)
+    _library.impl("rotate_unclipped", rotate_unclipped, key)
+
+
+for _key, _backend in BACKENDS.items():
+    _implement(_key, _backend)
 
 
 @torch.library.register_fake("mxfp4::rotate", lib=_library)
 def _rotate_shape(t, size, signs, inverse, both, dtype):
+    return t.new_empty(t.shape, dtype=dtype)
+
+
+@torch.library.register_fake("mxfp4::rotate_unclipped", lib=_library)
+def _rotate_unclipped_shape(t, unclipped, size, dtype):
     return t.new_empty(t.shape, dtype=dtype)
 
 
@@ -50,4 +63,9 @@ def rotated(
             "rotated records no gradient: hadamard_transform does, and torch.no_grad() says that none is wanted"
         )
     one_of("Hadamard size", size, SIZES)
+    if t.ndim != 2 or t.shape[1] % size or (both and t.shape[0] % size):
+        along = "both axes" if both else "the last axis"
+        raise ValueError(f"rotating {along} in groups of {size} needs a matrix of such multiples, got {tuple(t.shape)}")
+    if signs is not None and (signs.dtype != torch.float32 or signs.shape != (size,) or not signs.is_contiguous()):
+        raise ValueError(f"signs must be contiguous float32 [{size}], got {signs.dtype} {tuple(signs.shape)}")
     return torch.ops.mxfp4.rotate(t, size, signs, inverse, both, dtype)

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mxfp4
-from mxfp4.numerics import kernels
+from mxfp4.numerics import fp8, kernels
 from mxfp4.numerics import reference as twin
 from mxfp4.numerics.formats import ELEMS
 from mxfp4.numerics.kernels.cpu import quantize as quantize_cpu
+from mxfp4.numerics.operand_plan import OperandPlan
 from mxfp4.numerics.philox import FOR_SIGNS, philox, random_signs
 from mxfp4.numerics.scale_rules import SCALE_RULES
 from tests.numerics.kernels.test_triton_quantize import DTYPES, SIZES, any_bits, ordinary, orientation, same
@@ -23,7 +24,8 @@ built = pytest.mark.skipif(quantize_cpu.kernel() is None, reason="needs a C comp
 one = st.builds(
     orientation,
     st.sampled_from(sorted(ELEMS)), st.sampled_from(["1d", "2d"]), st.sampled_from(SCALE_RULES), st.booleans(),
-    st.sampled_from(SIZES), st.booleans(), st.sampled_from([None, *DTYPES]), st.integers(0, 2**32 - 1),
+    st.sampled_from(SIZES), st.sampled_from([None, "fixed", "seed"]), st.sampled_from([None, *DTYPES]),
+    st.integers(0, 2**32 - 1), st.booleans(),
 )  # fmt: skip
 
 
@@ -39,9 +41,9 @@ def check(x, row, col, key=-(2**41) - 3):
     data=st.sampled_from([any_bits, ordinary]), seed=st.integers(0, 2**31), layout=st.integers(0, 3), units=st.integers(0, 7),
 )  # fmt: skip
 def test_any_combination(row, col, dtype, batch, data, seed, layout, units):
-    square = any(how and how.spec.block == "2d" for how in (row, col))
-    need_c = max(32, row.spec.hadamard) if row else 32 if square else 5
-    need_r = max(32, col.spec.hadamard) if col else 32 if square else 3
+    square = any(how and how.block == "2d" for how in (row, col))
+    need_c = max(32, row.hadamard) if row else 32 if square else 5
+    need_r = max(32, col.hadamard) if col else 32 if square else 3
     shape = (batch, need_r * (1 + units % 3), need_c * (1 + units // 3))
     if layout == 1:  # a transposed view
         x = data((shape[0], shape[2], shape[1]), dtype, seed).transpose(1, 2)
@@ -67,7 +69,7 @@ def test_threads_and_chunks_give_the_same_bytes(block):
             check(x, how, how)
     finally:
         torch.set_num_threads(before)
-    whole = twin.quantize_packed(x, how.spec, None, torch.tensor(5))
+    whole = twin.quantize_packed(x, how, torch.tensor(5))
     parts = twin.quantize_matrix(x, how, None, torch.tensor(5))[0]
     assert torch.equal(whole[0], parts[0]) and torch.equal(whole[1], parts[1])
 
@@ -76,14 +78,14 @@ def test_threads_and_chunks_give_the_same_bytes(block):
 def test_without_the_kernel_the_twin_serves(failure, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if failure == "no compiler":
-        monkeypatch.setattr(quantize_cpu.shutil, "which", lambda name: None)
+        monkeypatch.setattr("shutil.which", lambda name: None)
     else:
         error = subprocess.CalledProcessError(1, "cc") if "fails" in failure else subprocess.TimeoutExpired("cc", 1)
 
         def run(*_, **__):
             raise error
 
-        monkeypatch.setattr(quantize_cpu.subprocess, "run", run)
+        monkeypatch.setattr("subprocess.run", run)
     quantize_cpu.library.cache_clear()
     try:
         assert quantize_cpu.kernel() is None
@@ -134,8 +136,34 @@ def test_signs_without_tensors_are_those_of_the_tensor_code():
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_few_long_rows_keep_their_blocks_and_random_numbers(shape, stochastic):
     x, seed = torch.randn(shape), torch.tensor(7)
-    spec = twin.BlockSpec(ELEMS["e2m1"], "1d", "floor", stochastic, 16)
-    codes, scales = twin.quantize_packed(x, spec, None, seed)
     rounding = "stochastic" if stochastic else "nearest"
+    codes, scales = twin.quantize_packed(x, OperandPlan(rounding=rounding, rotation=mxfp4.Hadamard(16)), seed)
     q = mxfp4.quantize(x, hadamard=mxfp4.Hadamard(16), rounding=rounding, seed=seed)
     assert torch.equal(q.qdata, codes) and torch.equal(q.scale, scales)
+
+
+@built
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_every_midpoint_and_its_neighbours(dtype):
+    """Every FP32 value around the places where the code changes, signs and saturation included."""
+    places = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 7.0, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0])
+    bits = places.view(torch.int32)[:, None] + torch.arange(-2, 3, dtype=torch.int32)
+    values = bits.clamp(min=0).view(torch.float32).flatten()
+    x = torch.zeros(len(values) * 2, 32)
+    x[:, 0], x[:, 1] = 4.0, torch.cat([values, -values])  # floor: scale 1
+    check(x[None], orientation("e2m1", "1d", "floor", False, 0, False, dtype), None)
+
+
+@built
+@pytest.mark.parametrize("elem", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fp8_per_tensor_is_the_twins(elem, dtype):
+    """One pass of C for the scale and its inverse: the bits of the few torch operations, zeros and NaN included."""
+    whole = any_bits((64, 96), torch.float32, 9)
+    finite = torch.where(whole.isfinite(), whole, 1.0)
+    for x in (finite, finite * 2.0**-100, finite * 0, whole, torch.full((3, 5), 1e-45), finite[:0], finite.t()[:, ::2]):
+        t = x.to(dtype)
+        scale = fp8.fp8_scale(t, elem)
+        values, factor = quantize_cpu.fp8_per_tensor(t, elem, torch.float32)
+        assert same(values, quantize_cpu.scaled_fp8(t, scale, elem, torch.float32))
+        assert same(factor, scale.reciprocal()) and factor.dtype == torch.float32

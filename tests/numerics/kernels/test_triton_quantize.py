@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from mxfp4.numerics import reference as twin
 from mxfp4.numerics.formats import ELEMS
+from mxfp4.numerics.hadamard import Hadamard
+from mxfp4.numerics.operand_plan import OperandPlan
 from mxfp4.numerics.scale_rules import SCALE_RULES
 from tests.fakes.triton_kernels import DEVICE, load
 
@@ -40,12 +42,16 @@ def ordinary(shape, dtype, seed: int):
     return (torch.randn(shape, generator=g) * torch.exp2(torch.randint(-8, 8, shape, generator=g).float())).to(dtype)
 
 
-def orientation(elem, block, rule, stochastic, hadamard, signs, dtype, stream=5):
-    vector = None
-    if signs and hadamard:
-        vector = 1.0 - 2.0 * torch.randint(0, 2, (hadamard,), generator=torch.Generator().manual_seed(hadamard)).float()
-        vector = vector.to(DEVICE)
-    return twin.Orientation(twin.BlockSpec(ELEMS[elem], block, rule, stochastic, hadamard, stream), vector, dtype)
+def orientation(elem, block, rule, stochastic, hadamard, signs, dtype, stream=5, prescaled=False):
+    """A plan; `signs` of the rotation: none, fixed ones ("fixed" or True) or drawn from the seed ("seed")."""
+    rotation = Hadamard(hadamard, "seed" if signs == "seed" else None) if hadamard else None
+    if signs in (True, "fixed") and hadamard:
+        bits = torch.randint(0, 2, (hadamard,), generator=torch.Generator().manual_seed(hadamard))
+        rotation = Hadamard(hadamard, tuple((1 - 2 * bits).tolist()))
+    return OperandPlan(
+        elem=elem, block=block, scale_rule=rule, rounding="stochastic" if stochastic else "nearest", rotation=rotation,
+        prescaled=prescaled and dtype is not None, stream=stream, dtype=dtype,
+    )  # fmt: skip
 
 
 def same(ours, theirs) -> bool:
@@ -73,7 +79,7 @@ def check(x, row, col, key: int = 2**40 + 17):
 one = st.builds(
     orientation,
     st.sampled_from(sorted(ELEMS)), st.just("1d"), st.sampled_from(SCALE_RULES), st.booleans(), st.sampled_from(SIZES),
-    st.booleans(), st.sampled_from([None, *DTYPES]), st.integers(0, 2**32 - 1),
+    st.sampled_from([None, "fixed", "seed"]), st.sampled_from([None, *DTYPES]), st.integers(0, 2**32 - 1), st.booleans(),
 )  # fmt: skip
 
 
@@ -82,8 +88,8 @@ one = st.builds(
     data=st.sampled_from([any_bits, ordinary]), seed=st.integers(0, 2**31), layout=st.integers(0, 3), units=st.integers(1, 9),
 )  # fmt: skip
 def test_any_combination_of_1d_blocks(row, col, dtype, batch, data, seed, layout, units):
-    need_c = max(32, row.spec.hadamard) if row else 8
-    need_r = max(32, col.spec.hadamard) if col else 7
+    need_c = max(32, row.hadamard) if row else 8
+    need_r = max(32, col.hadamard) if col else 7
     shape = (batch, need_r * (1 + units % 2), need_c * (1 + units // 4))
     if layout == 1:  # a transposed view
         x = data((shape[0], shape[2], shape[1]), dtype, seed).transpose(1, 2)

@@ -14,7 +14,7 @@ from mxfp4 import MXFP4Linear, set_step
 from mxfp4.bench import isa
 from mxfp4.layers import quest
 from mxfp4.numerics.hadamard import SIZES, rotate_last, rotate_matrix
-from mxfp4.numerics.ops import rotate
+from mxfp4.numerics.kernels import BACKENDS, Backend
 from mxfp4.numerics.ops.rotate import rotated
 from tests.fakes.triton_kernels import DEVICE, load
 from tests.numerics.kernels.test_triton_fp8 import laid_out
@@ -152,6 +152,20 @@ def difficult_blocks() -> torch.Tensor:
     return torch.cat([x, -x[:50], outlier, rest, huge, torch.full((1, 32), -0.0)])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_clipped_elements_count_as_zero(dtype, transposed):
+    x = ordinary((96, 160), dtype, 12)
+    x[5, 7] = torch.nan
+    x = x.t().contiguous().t() if transposed else x
+    unclipped = torch.rand(96, 160, generator=torch.Generator().manual_seed(1)) < 0.9
+    unclipped[5, 7] = False
+    for size in (16, 32):
+        theirs = rotate_matrix(x, size, None, False, False, dtype, unclipped)
+        ours = load("rotate").rotate_matrix(x.to(DEVICE), size, None, False, False, dtype, unclipped.to(DEVICE))
+        assert same(ours, theirs) and theirs.isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_quests_rounding_is_the_twins(dtype):
     blocks = difficult_blocks()
@@ -246,17 +260,25 @@ def gradients(name: str, device: str = "cpu"):
 LAYERS = ("mxfp4+hh16", "mxfp4+2d+hh16", "ti2d+hh16", "mxfp4+hh32", "quartet", "nvfp4")
 
 
+BACKEND = BACKENDS[DEVICE.upper()]  # what the operators call on this device
+KERNELS = {"rotate_matrix": "rotate", "round_blocks": "quest", "quantize_nvfp4": "nvfp4", "scale_product": "nvfp4"}
+USED = {
+    "quartet": {"rotate_matrix", "round_blocks", "scale_product"}, "nvfp4": {"quantize_nvfp4", "scale_product"},
+}  # fmt: skip
+
+
 def assert_kernels_give_a_layer_the_twins_bytes(name: str, monkeypatch) -> None:
     """Forward and backward, on one device."""
-    seen, kernel, rounding = [], load("rotate").rotate_matrix, load("quest").round_blocks
-    monkeypatch.setattr(rotate, "rotate_matrix", rotate_matrix)
-    monkeypatch.setattr(quest, "_round_blocks", lambda device: quest.round_blocks)
+    used = set()
+    for function in KERNELS:
+        monkeypatch.setattr(BACKEND, function, getattr(Backend(), function))
     theirs = gradients(name, DEVICE)
-    monkeypatch.setattr(rotate, "rotate_matrix", lambda *a: (seen.append(a[0].dtype), kernel(*a))[1])
-    monkeypatch.setattr(quest, "_round_blocks", lambda device: lambda *a: (seen.append("quest"), rounding(*a))[1])
+    for function, module in KERNELS.items():
+        kernel = getattr(load(module), function)
+        monkeypatch.setattr(BACKEND, function, lambda *a, f=function, k=kernel: (used.add(f), k(*a))[1])
     ours = gradients(name, DEVICE)
     assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(ours, theirs, strict=True))
-    assert torch.bfloat16 in seen and ("quest" in seen) == (name == "quartet")
+    assert used == USED.get(name, {"rotate_matrix"})
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -268,7 +290,7 @@ def test_a_layer_computes_the_same_through_the_kernels(name, monkeypatch):
 def test_each_tensor_and_each_product_is_rotated_once(name, rotations, monkeypatch):
     """Also where the two GEMMs that read a tensor see two quantizations of it."""
     calls = []
-    monkeypatch.setattr(rotate, "rotate_matrix", lambda *a: (calls.append(a[4]), rotate_matrix(*a))[1])
+    monkeypatch.setattr(BACKENDS["CPU"], "rotate_matrix", lambda *a: (calls.append(a[4]), rotate_matrix(*a))[1])
     gradients(name)
     assert calls == [True] * rotations
 

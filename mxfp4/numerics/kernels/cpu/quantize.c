@@ -16,11 +16,12 @@ typedef struct {
     int64_t x_is_bfloat16, batches, lines, k, batch_stride, line_stride, k_stride;
     void *out;      /* codes, or values [batches, lines, k] */
     uint8_t *scale; /* [batches, lines (2D: lines / 32), k / 32], only with codes */
-    const float *signs;
-    int64_t out_kind, mbits, bias, emax, max_code, addend, two_d, hadamard, stochastic;
-    float hadamard_scale;
+    int64_t out_kind, mbits, bias, emax, max_code, addend, two_d, hadamard, stochastic, prescaled;
+    int64_t sign_kind; /* of the rotation: 0 no signs, 1 those in sign_words, 2 drawn from the seed */
     uint64_t seed;
+    float hadamard_scale;
     uint32_t stream;
+    uint32_t sign_words[4]; /* bit i % 32 of word i / 32: sign i is -1 */
 } job;
 
 static inline int32_t bits_of(float f) { int32_t b; memcpy(&b, &f, 4); return b; }
@@ -87,11 +88,11 @@ static void load(const job *j, int64_t batch, int64_t line, int n, int64_t k, in
     }
 }
 
-static void rotate(const job *j, int group, float (*restrict v)[LANES]) {
+static void rotate(const job *j, const float *restrict signs, int group, float (*restrict v)[LANES]) {
     const int size = (int)j->hadamard;
-    if (j->signs)
+    if (j->sign_kind)
         for (int i = 0; i < group; i++)
-            for (int l = 0; l < LANES; l++) v[i][l] *= j->signs[i % size];
+            for (int l = 0; l < LANES; l++) v[i][l] *= signs[i % size];
     for (int distance = 1; distance < size; distance *= 2)
         for (int i = 0; i < group; i += 2 * distance)
             for (int m = i; m < i + distance; m++)
@@ -139,6 +140,27 @@ static void philox(uint64_t seed, const uint64_t *restrict index, uint32_t strea
     memcpy(word[1], c1, sizeof c1);
     memcpy(word[2], c2, sizeof c2);
     memcpy(word[3], c3, sizeof c3);
+}
+
+/* The signs of the rotation, +1 or -1: those of sign_words, or one Philox call of stream / 2. */
+static void signs_of(const job *j, float *restrict signs) {
+    uint32_t word[4];
+    memcpy(word, j->sign_words, sizeof word);
+    if (j->sign_kind == 2) {
+        uint32_t c0 = 0, c1 = 0, c2 = 1 /* philox.FOR_SIGNS */, c3 = j->stream / 2;
+        uint32_t k0 = (uint32_t)j->seed, k1 = (uint32_t)(j->seed >> 32);
+        for (int round = 0; round < 7; round++) {
+            const uint64_t a = (uint64_t)c0 * 0xD2511F53u, b = (uint64_t)c2 * 0xCD9E8D57u;
+            c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
+            c1 = (uint32_t)b;
+            c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
+            c3 = (uint32_t)a;
+            k0 += 0x9E3779B9u;
+            k1 += 0xBB67AE85u;
+        }
+        word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
+    }
+    for (int i = 0; i < MAX_GROUP; i++) signs[i] = word[i / 32] >> (i % 32) & 1 ? -1.0f : 1.0f;
 }
 
 /* Magnitude codes of 32 values times `inverse`: rounding.py and formats.encode in one. E2M1 to nearest: the code of u
@@ -278,6 +300,8 @@ void mxfp4_quantize(const job *j, int64_t first, int64_t last) {
     const int side = j->two_d ? BLOCK : LANES;
     static _Thread_local float v[BLOCK / LANES][MAX_GROUP][LANES];
     int32_t amax[BLOCK / LANES][MAX_GROUP / BLOCK][LANES];
+    float signs[MAX_GROUP];
+    if (j->sign_kind) signs_of(j, signs);
     for (int64_t line = first; line < last;) {
         const int64_t batch = line / j->lines, within = line % j->lines;
         int64_t n = side;
@@ -287,7 +311,10 @@ void mxfp4_quantize(const job *j, int64_t first, int64_t last) {
             for (int part = 0; part * LANES < n; part++) {
                 const int here = (int)(n - part * LANES < LANES ? n - part * LANES : LANES);
                 load(j, batch, within + part * LANES, here, k, group, v[part]);
-                if (j->hadamard) rotate(j, group, v[part]);
+                if (j->prescaled)
+                    for (int i = 0; i < group; i++)
+                        for (int l = 0; l < LANES; l++) v[part][i][l] *= 0.75f; /* operand_plan.PRESCALE */
+                if (j->hadamard) rotate(j, signs, group, v[part]);
                 for (int b = 0; b < group / BLOCK; b++) block_amax(v[part] + b * BLOCK, amax[part][b]);
             }
             if (j->two_d)
@@ -306,6 +333,20 @@ void mxfp4_quantize(const job *j, int64_t first, int64_t last) {
         }
         line += n;
     }
+}
+
+/* The scale of `fp8.fp8_scale` for the n values of x; 1 / scale goes to `factor`. */
+float mxfp4_fp8_scale(const float *restrict x, int64_t n, int mbits, float *restrict factor) {
+    int32_t most = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const int32_t b = bits_of(x[i]) & 0x7FFFFFFF;
+        most = b > most ? b : most; /* as integers, NaN is the largest */
+    }
+    const float amax = float_of(most), largest = 3.40282346638528859812e38f;
+    float scale = (1.0f / amax) * (mbits == 3 ? 448.0f : 57344.0f);
+    scale = most == 0 ? 1.0f : scale > largest ? largest : scale;
+    *factor = 1.0f / scale;
+    return scale;
 }
 
 /* out = x * scale rounded to E4M3 (mbits 3) or E5M2 (2), to nearest even, in FP32, as torch's float8 casts do; what

@@ -18,14 +18,18 @@ from mxfp4.numerics.kernels.triton import block_native as native
 
 
 @triton.jit
-def _rotated(x, signs, P: tl.constexpr, G: tl.constexpr, H: tl.constexpr, SHIFT: tl.constexpr, NATIVE: tl.constexpr,
-             HALVES: tl.constexpr):  # fmt: skip
+def _rotated(x, signs, P: tl.constexpr, G: tl.constexpr, H: tl.constexpr, SHIFT: tl.constexpr, PRESCALED: tl.constexpr,
+             NATIVE: tl.constexpr, HALVES: tl.constexpr):  # fmt: skip
     """Groups [P, G] in FP32, signed and rotated; if SHIFT, still to be multiplied by 2^-SHIFT, else scaled as well.
+
+    PRESCALED: times 3/4 before (`operand_plan.PRESCALE`), rounded to FP32: no FMA may join it to a sum.
 
     With HALVES what `native.halves` makes of them.
     """
     if x.dtype == tl.bfloat16 and not (HALVES and H == 0):
         x = native.to_float32(x, NATIVE)
+    if PRESCALED:
+        x = x.to(tl.float32) * 0.75
     if H:
         x = x.to(tl.float32)
         if signs is not None:
@@ -167,7 +171,7 @@ def _columns(x, P: tl.constexpr, G: tl.constexpr, V: tl.constexpr):
 
 @triton.jit(do_not_specialize=["row_stream", "col_stream"])
 def quantize_kernel(
-    x, row_values, row_scales, col_values, col_scales, row_signs, col_signs, seed_ptr, row_stream, col_stream,
+    x, row_values, row_scales, col_values, col_scales, seed_ptr, row_stream, col_stream,
     R, C, row_blocks, col_blocks, batch_stride, row_stride, col_stride,
     TM: tl.constexpr, TN: tl.constexpr, P: tl.constexpr, V: tl.constexpr, MASKED: tl.constexpr,
     SYNC: tl.constexpr, WIDE: tl.constexpr, BATCHED: tl.constexpr, ROW_AXIS: tl.constexpr, ROW_STRIDE: tl.constexpr,
@@ -175,17 +179,18 @@ def quantize_kernel(
     ROW_MODE: tl.constexpr, ROW_G: tl.constexpr, ROW_H: tl.constexpr, ROW_SHIFT: tl.constexpr,
     ROW_2D: tl.constexpr, ROW_MBITS: tl.constexpr, ROW_BIAS: tl.constexpr, ROW_EMAX: tl.constexpr,
     ROW_MAX: tl.constexpr, ROW_ADDEND: tl.constexpr, ROW_CLIPS: tl.constexpr, ROW_SR: tl.constexpr,
-    ROW_HALVES: tl.constexpr,
+    ROW_SIGNS: tl.constexpr, ROW_SIGN_BITS: tl.constexpr, ROW_PRESCALED: tl.constexpr, ROW_HALVES: tl.constexpr,
     COL_MODE: tl.constexpr, COL_G: tl.constexpr, COL_H: tl.constexpr, COL_SHIFT: tl.constexpr,
     COL_2D: tl.constexpr, COL_MBITS: tl.constexpr, COL_BIAS: tl.constexpr, COL_EMAX: tl.constexpr,
     COL_MAX: tl.constexpr, COL_ADDEND: tl.constexpr, COL_CLIPS: tl.constexpr, COL_SR: tl.constexpr,
-    COL_HALVES: tl.constexpr,
+    COL_SIGNS: tl.constexpr, COL_SIGN_BITS: tl.constexpr, COL_PRESCALED: tl.constexpr, COL_HALVES: tl.constexpr,
 ):  # fmt: skip
     """Quantize a TM x TN tile of x [batch, R, C], P groups at a time, one a thread; C / 32 and R / 32 blocks a line.
 
     V columns are loaded together for the column orientation. ROW_STRIDE is row_stride where it is worth a compilation.
     ROW_AXIS: which axis of the grid counts the tiles along R of each matrix of the batch, the other those along C.
-    A MODE writes nothing (0), codes and scales (1) or values (2).
+    A MODE writes nothing (0), codes and scales (1) or values (2). SIGNS of a rotation: none (0), those of SIGN_BITS (1),
+    drawn from the seed (2).
     """
     row_tiles = (R + TM - 1) // TM
     tile_r = tl.program_id(ROW_AXIS)
@@ -205,7 +210,7 @@ def quantize_kernel(
         col_blocks = tl.cast(col_blocks, tl.int64)
     x += batch * batch_stride + r0.to(tl.int64) * row_stride + c0.to(tl.int64) * col_stride
     seed = 0
-    if ROW_SR or COL_SR:
+    if ROW_SR or COL_SR or ROW_SIGNS == 2 or COL_SIGNS == 2:
         seed = tl.load(seed_ptr)
     p = tl.arange(0, P)
 
@@ -220,8 +225,8 @@ def quantize_kernel(
         if ROW_MODE == 1:
             row_scales += (batch * (R // 32) + r0 // 32) * row_blocks + c0 // 32 if ROW_2D else row_first
         row_sign = None
-        if row_signs is not None:
-            row_sign = tl.load(row_signs + tl.arange(0, ROW_G) % ROW_H)[None, :]
+        if ROW_SIGNS:
+            row_sign = bm.signs(seed, row_stream, ROW_G, ROW_H, ROW_SIGNS, ROW_SIGN_BITS)[None, :]
         source = x + (row * row_stride + row_block * 32 * col_stride)[:, None] + (tl.arange(0, 8) * col_stride)[None, :]
         POLICY: tl.constexpr = "evict_last" if COL_MODE else ""
         AHEAD: tl.constexpr = 2 if TM >= 2 * LINES else 1  # loads under way at a time
@@ -236,7 +241,7 @@ def quantize_kernel(
             for i in tl.static_range(AHEAD):
                 group = tl.permute(tl.reshape(groups[i], (P, 8, ROW_G // 8)), (0, 2, 1))
                 group = tl.reshape(group, (P, ROW_G))
-                rotated = _rotated(group, row_sign, P, ROW_G, ROW_H, ROW_SHIFT, NATIVE, ROW_HALVES)
+                rotated = _rotated(group, row_sign, P, ROW_G, ROW_H, ROW_SHIFT, ROW_PRESCALED, NATIVE, ROW_HALVES)
                 amax = _amax(rotated, P, ROW_G // 32, ROW_HALVES)
                 if ROW_2D:
                     amax = bm.tile_amax(amax, LINES // 32, 32, ACROSS, ROW_G // 32)
@@ -258,8 +263,8 @@ def quantize_kernel(
         if COL_MODE == 1:
             col_scales += (batch * (C // 32) + c0 // 32) * col_blocks + r0 // 32 if COL_2D else col_first
         col_sign = None
-        if col_signs is not None:
-            col_sign = tl.load(col_signs + tl.arange(0, COL_G) % COL_H)[None, :]
+        if COL_SIGNS:
+            col_sign = bm.signs(seed, col_stream, COL_G, COL_H, COL_SIGNS, COL_SIGN_BITS)[None, :]
         source = (
             x + (col_block * 32 * row_stride + column * col_stride)[:, None] + (tl.arange(0, V) * col_stride)[None, :]
         )
@@ -272,11 +277,13 @@ def quantize_kernel(
             amax = tl.full((P, COL_G // 32), 0.0, tl.float32)
             if COL_2D:
                 for v in tl.static_range(V):
-                    rotated = _rotated(columns[v], col_sign, P, COL_G, COL_H, COL_SHIFT, NATIVE, COL_HALVES)
+                    rotated = _rotated(
+                        columns[v], col_sign, P, COL_G, COL_H, COL_SHIFT, COL_PRESCALED, NATIVE, COL_HALVES
+                    )
                     amax = bm.max_nan(amax, _amax(rotated, P, COL_G // 32, COL_HALVES))
                 amax = bm.tile_amax(amax, COLUMNS // 32, 32 // V, DOWN, COL_G // 32)
             for v in tl.static_range(V):
-                rotated = _rotated(columns[v], col_sign, P, COL_G, COL_H, COL_SHIFT, NATIVE, COL_HALVES)
+                rotated = _rotated(columns[v], col_sign, P, COL_G, COL_H, COL_SHIFT, COL_PRESCALED, NATIVE, COL_HALVES)
                 if not COL_2D:
                     amax = _amax(rotated, P, COL_G // 32, COL_HALVES)
                 _write(rotated, amax, col_values, col_scales, left + v, col_blocks, C - c0, col_blocks - r0 // 32,

@@ -111,6 +111,34 @@ def philox_round(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
+def signs(seed, stream, G: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr):
+    """The SIZE signs of a rotation, repeated over [G]: +1 or -1, FP32. Where KIND is 1 those of BITS, else drawn.
+
+    One Philox call of the stream that two operands of a GEMM share, as in `philox.random_signs`.
+    """
+    if KIND == 1:
+        c0 = tl.full((), BITS & 0xFFFFFFFF, tl.uint32)
+        c1 = tl.full((), (BITS >> 32) & 0xFFFFFFFF, tl.uint32)
+        c2 = tl.full((), (BITS >> 64) & 0xFFFFFFFF, tl.uint32)
+        c3 = tl.full((), (BITS >> 96) & 0xFFFFFFFF, tl.uint32)
+    else:
+        k0 = seed.to(tl.uint32)
+        k1 = (seed >> 32).to(tl.uint32)
+        c0 = k0 & 0
+        c1 = c0
+        c2 = c0 + 1  # philox.FOR_SIGNS
+        c3 = c0 + (stream.to(tl.uint32) >> 1)
+        for _ in tl.static_range(7):
+            c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
+            k0 += 0x9E3779B9
+            k1 += 0xBB67AE85
+    j = tl.arange(0, G) % SIZE
+    word = j // 32
+    bits = tl.where(word == 0, c0, tl.where(word == 1, c1, tl.where(word == 2, c2, c3)))
+    return 1.0 - 2.0 * ((bits >> (j % 32).to(tl.uint32)) & 1).to(tl.float32)
+
+
+@triton.jit
 def random_words(x, seed, first, stream, P: tl.constexpr, W: tl.constexpr):
     """Four random words (uint32 [P, W]) for each 8 neighbours of x [P, 8 W].
 

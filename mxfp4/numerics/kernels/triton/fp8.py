@@ -10,14 +10,17 @@ kernels are compiled without (`enable_fp_fusion`).
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.standard import _elementwise_max  # of `tl.max`, which does not interpret where not imported so
 
-from mxfp4.numerics.formats import ELEMS, turned_copy
+from mxfp4.numerics.formats import ELEMS, transposed_copy
 from mxfp4.numerics.kernels.triton.block_math import code, value
+from mxfp4.numerics.kernels.triton.launcher import Launcher, on_device_of
 
 TILE = 2048
 SIDE = 128
@@ -26,7 +29,7 @@ SIDE = 128
 
 @triton.jit
 def _scaled_kernel(
-    x_ptr, out_ptr, scale_ptr, n, MBITS: tl.constexpr, BIAS: tl.constexpr, MAX_CODE: tl.constexpr, TILE: tl.constexpr
+    x_ptr, scale_ptr, out_ptr, n, MBITS: tl.constexpr, BIAS: tl.constexpr, MAX_CODE: tl.constexpr, TILE: tl.constexpr
 ):
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
@@ -43,14 +46,17 @@ def scaled_fp8(x: Tensor, scale: Tensor, elem: str, dtype: torch.dtype) -> Tenso
     fmt, out = ELEMS[elem], torch.empty_like(x, dtype=dtype)
     if x.stride() != out.stride():  # gaps or overlaps
         x = torch.empty_like(x).copy_(x)
-    with torch.cuda.device_of(x):
-        grid = (triton.cdiv(x.numel(), TILE),)
-        if grid[0]:
-            _scaled_kernel[grid](
-                x, out, scale, x.numel(), MBITS=fmt.mbits, BIAS=fmt.bias, MAX_CODE=fmt.max_code, TILE=TILE, num_warps=4,
-                enable_fp_fusion=False,
-            )  # fmt: skip
+    n = x.numel()
+    if n:
+        arguments = {"x_ptr": x, "scale_ptr": scale, "out_ptr": out, "n": n}
+        options = {"MBITS": fmt.mbits, "BIAS": fmt.bias, "MAX_CODE": fmt.max_code, "TILE": TILE, "num_warps": 4}
+        grid, options = (triton.cdiv(n, TILE),), options | {"enable_fp_fusion": False}
+        with on_device_of(x):
+            _scaled((n, elem, x.dtype, dtype, x.device), (x, scale, out), lambda: (grid, arguments, options))
     return out
+
+
+_scaled = Launcher(_scaled_kernel)
 
 
 @triton.jit
@@ -79,11 +85,11 @@ def _amax_kernel(x_ptr, amax_ptr, R, C, row_stride, column_stride, SIDE: tl.cons
 
 @triton.jit
 def _codes_kernel(
-    x_ptr, codes_ptr, turned_ptr, amax_ptr, factor_ptr, R, C, row_stride, column_stride,
+    x_ptr, codes_ptr, transposed_ptr, amax_ptr, factor_ptr, R, C, row_stride, column_stride,
     MAX: tl.constexpr, MBITS: tl.constexpr, BIAS: tl.constexpr, MAX_CODE: tl.constexpr, CONVERTS: tl.constexpr,
     SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Codes of x [R, C] to codes_ptr [R, C] and, transposed, to turned_ptr [C, R]; either may be None."""
+    """Codes of x [R, C] to codes_ptr [R, C] and, transposed, to transposed_ptr [C, R]; either may be None."""
     amax = tl.load(amax_ptr).to(tl.float32, bitcast=True)
     # `block_quantize.fp8_scale`, step by step: torch divides a number by a tensor as the number times the reciprocal.
     scale = tl.div_rn(1.0, tl.where(amax == 0, 1.0, amax)) * MAX
@@ -104,47 +110,62 @@ def _codes_kernel(
         codes = (magnitude | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
     if codes_ptr is not None:
         tl.store(codes_ptr + r[:, None] * C + c[None, :], codes, mask=(r[:, None] < R) & (c[None, :] < C))
-    if turned_ptr is not None:
+    if transposed_ptr is not None:
         inside = (c[:, None] < C) & (r[None, :] < R)
-        tl.store(turned_ptr + c[:, None] * R + r[None, :], tl.trans(codes), mask=inside)
+        tl.store(transposed_ptr + c[:, None] * R + r[None, :], tl.trans(codes), mask=inside)
 
 
-def codes(x: Tensor, elem: str, along: bool, turned: bool) -> tuple[Tensor | None, Tensor | None, Tensor]:
+def codes(x: Tensor, elem: str, along: bool, transposed: bool) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """X [R, C] -> (codes, uint8 [R, C]; the same transposed, [C, R]; FP32 factor, 0-d); what is not asked for is None.
 
     `block_quantize.fp8_scale` and torch's cast, byte for byte but for the sign of NaN.
     """
     if x.stride(0) == 1 and x.stride(1) != 1:  # threads follow memory
-        down, across, factor = codes(x.t(), elem, turned, along)
+        down, across, factor = codes(x.t(), elem, transposed, along)
         return across, down, factor
     rows, columns = x.shape
     # Triton 3.6 misplaces codes in the transpose of an FP32 tile on sm_90; a BF16 tile's, what layers have, are right.
-    fused = turned and x.dtype == torch.bfloat16
+    fused = transposed and x.dtype == torch.bfloat16
     out = x.new_empty((rows, columns), dtype=torch.uint8) if along or not fused else None
-    out_turned = x.new_empty((columns, rows), dtype=torch.uint8) if fused else None
-    amax, factor = x.new_zeros((), dtype=torch.int32), x.new_ones((), dtype=torch.float32)
-    if x.numel():
-        grid, shared, arguments, options = launch(x, out, out_turned, amax, factor, elem, converts(x.device))
-        with torch.cuda.device_of(x):
-            _amax_kernel[grid](x, amax, **shared, SIDE=SIDE, num_warps=options["num_warps"])
-            _codes_kernel[grid](**arguments, **shared, **options)
-    if turned and not fused:
-        out_turned = turned_copy(out)
-    return out if along else None, out_turned, factor
+    out_transposed = x.new_empty((columns, rows), dtype=torch.uint8) if fused else None
+    if not x.numel():
+        factor = x.new_ones((), dtype=torch.float32)
+    else:
+        amax, factor = x.new_zeros((), dtype=torch.int32), x.new_empty((), dtype=torch.float32)
+        own, key = converts(x.device), (x.shape, x.stride(), x.dtype, x.device)
+
+        def describe():
+            grid, sizes, arguments, options = launch(x, out, out_transposed, amax, factor, elem, own)
+            return grid, arguments | sizes, options
+
+        def describe_amax():
+            grid, sizes, _, options = launch(x, out, out_transposed, amax, factor, elem, own)
+            return grid, {"x_ptr": x, "amax_ptr": amax, **sizes}, {"SIDE": SIDE, "num_warps": options["num_warps"]}
+
+        with on_device_of(x):
+            _amax(key, (x, amax), describe_amax)
+            _codes((*key, elem, own), (x, out, out_transposed, amax, factor), describe)
+    if transposed and not fused:
+        out_transposed = transposed_copy(out)
+    return out if along else None, out_transposed, factor
 
 
 def launch(
-    x: Tensor, out: Tensor | None, out_turned: Tensor | None, amax: Tensor, factor: Tensor, elem: str, own: bool
+    x: Tensor, out: Tensor | None, out_transposed: Tensor | None, amax: Tensor, factor: Tensor, elem: str, own: bool
 ) -> tuple[tuple[int], dict, dict, dict]:
     """(grid, sizes, arguments, constants and options) of the kernel: what `codes` runs and `isa` compiles."""
     fmt, (rows, columns) = ELEMS[elem], x.shape
     grid = (triton.cdiv(rows, SIDE) * triton.cdiv(columns, SIDE),)
     sizes = {"R": rows, "C": columns, "row_stride": x.stride(0), "column_stride": x.stride(1)}
-    arguments = {"x_ptr": x, "codes_ptr": out, "turned_ptr": out_turned, "amax_ptr": amax, "factor_ptr": factor}
+    arguments = {"x_ptr": x, "codes_ptr": out, "transposed_ptr": out_transposed, "amax_ptr": amax, "factor_ptr": factor}
     constants = {"MAX": fmt.max, "MBITS": fmt.mbits, "BIAS": fmt.bias, "MAX_CODE": fmt.max_code, "CONVERTS": own}
     return grid, sizes, arguments, constants | {"SIDE": SIDE, "num_warps": 8, "enable_fp_fusion": False}
 
 
+_amax, _codes = Launcher(_amax_kernel), Launcher(_codes_kernel)
+
+
+@lru_cache
 def converts(device: torch.device) -> bool:
     """Whether a device's own FP8 conversion serves: NVIDIA's cvt.rn.satfinite, which gives codes of NaN as 0x7F too."""
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxfp4.numerics.formats import BLOCK, elem_format
+from mxfp4.numerics.kernels.triton.launcher import Launch, Launcher, on_device_of
 from mxfp4.numerics.tensor import MXTensor
 
 
@@ -75,14 +76,18 @@ def gemm(a: MXTensor, b: MXTensor, out: Tensor, accumulate: bool = False) -> Ten
 
     Blocks along K (`axis` -1) on both sides. A NaN block makes its row or column NaN.
     """
-    grid, arguments, options = launch(a, b, out, accumulate)
     if out.numel():
-        with torch.cuda.device_of(out):
-            _gemm_kernel[grid](**arguments, **options)
+        tensors = (a.qdata, a.scale, b.qdata, b.scale, out)
+        key = (a.elem, a.block, b.elem, b.block, accumulate, out.dtype, out.device, a.shape, b.shape)
+        with on_device_of(out):
+            _gemm((*key, *(t.stride(0) for t in tensors)), tensors, lambda: launch(a, b, out, accumulate))
     return out
 
 
-def launch(a: MXTensor, b: MXTensor, out: Tensor, accumulate: bool) -> tuple[tuple[int], dict, dict]:
+_gemm = Launcher(_gemm_kernel)
+
+
+def launch(a: MXTensor, b: MXTensor, out: Tensor, accumulate: bool) -> Launch:
     """(grid, arguments, constants and options) of the kernel: what `gemm` runs and `isa` compiles."""
     (m, k), n = a.shape, b.shape[0]
     block_k = 256 if a.elem == b.elem == "e2m1" else 128
@@ -151,13 +156,17 @@ def unpack(x: MXTensor, dtype: torch.dtype) -> Tensor:
         (*x.qdata.shape[:-1], x.qdata.shape[-1] * (2 if elem_format(x.elem).bits == 4 else 1)), dtype=dtype
     )
     if out.numel():
-        grid, arguments, options = launch_unpack(x, out)
-        with torch.cuda.device_of(out):
-            _unpack_kernel[grid](**arguments, **options)
+        tensors = (x.qdata.contiguous().view(torch.int32), x.scale.contiguous(), out)
+        key = (x.elem, x.block, out.shape, dtype, out.device)
+        with on_device_of(out):
+            _unpack(key, tensors, lambda: launch_unpack(x, out))
     return out
 
 
-def launch_unpack(x: MXTensor, out: Tensor) -> tuple[tuple[int], dict, dict]:
+_unpack = Launcher(_unpack_kernel)
+
+
+def launch_unpack(x: MXTensor, out: Tensor) -> Launch:
     """(grid, arguments, constants and options) of the kernel: what `unpack` runs and `isa` compiles."""
     fmt = elem_format(x.elem)
     words = x.qdata.contiguous().view(torch.int32)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mxfp4.numerics.kernels.triton import block_math as bm
 from mxfp4.numerics.kernels.triton.block_kernel import load_apart
+from mxfp4.numerics.kernels.triton.launcher import Launch, Launcher, chip, on_device_of
 
 THREADS = 128
 """Of a program: a tile is as many groups."""
@@ -26,13 +27,13 @@ WRITES = (torch.float32, torch.bfloat16, torch.float16)
 
 @triton.jit
 def rotate_kernel(
-    x, out, signs, R, C, row_stride, col_stride,
-    SIZE: tl.constexpr, BOTH: tl.constexpr, INVERSE: tl.constexpr, TURNED: tl.constexpr, LINES: tl.constexpr,
+    x, out, signs, unclipped, R, C, row_stride, col_stride,
+    SIZE: tl.constexpr, BOTH: tl.constexpr, INVERSE: tl.constexpr, ALONG_ROWS: tl.constexpr, LINES: tl.constexpr,
     ACROSS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Rotate a tile of LINES rows and ACROSS groups of x [R, C] into the contiguous out [R, C].
 
-    WIDTH: how many neighbours of a group one load takes. TURNED: neighbours in memory lie along the rows of x, and so
+    WIDTH: how many neighbours of a group one load takes. ALONG_ROWS: neighbours in memory lie along the rows of x, and so
     do neighbouring threads. BOTH: LINES is SIZE.
     """
     P: tl.constexpr = LINES * ACROSS
@@ -41,7 +42,7 @@ def rotate_kernel(
     r0 = (tl.program_id(0) // tiles).to(tl.int64) * LINES
     c0 = (tl.program_id(0) % tiles).to(tl.int64) * COLUMNS
     p = tl.arange(0, P)
-    if TURNED:
+    if ALONG_ROWS:
         r = r0 + p % LINES
         c = c0 + p // LINES * SIZE
     else:
@@ -52,6 +53,11 @@ def rotate_kernel(
     group = load_apart(source, WIDTH * col_stride, mask, SIZE // WIDTH, MASKED, "")
     group = tl.permute(tl.reshape(group, (P, WIDTH, SIZE // WIDTH)), (0, 2, 1))
     group = tl.reshape(group, (P, SIZE)).to(tl.float32)
+    if unclipped is not None:
+        source = unclipped + (r * C + c)[:, None] + tl.arange(0, WIDTH)[None, :]
+        counts = load_apart(source, WIDTH, mask, SIZE // WIDTH, MASKED, "")
+        counts = tl.permute(tl.reshape(counts, (P, WIDTH, SIZE // WIDTH)), (0, 2, 1))
+        group = tl.where(tl.reshape(counts, (P, SIZE)) != 0, group, 0.0)
     sign = None
     if signs is not None:
         sign = tl.load(signs + tl.arange(0, SIZE))[None, :]
@@ -60,7 +66,7 @@ def rotate_kernel(
     group = bm.rotate(group, P, SIZE, SIZE) * (SIZE**-0.5)
     if signs is not None and INVERSE:
         group = group * sign
-    if TURNED:
+    if ALONG_ROWS:
         group = tl.permute(tl.reshape(group, (ACROSS, LINES, SIZE)), (1, 0, 2))
     tile = tl.reshape(group, (LINES, COLUMNS))
     if BOTH:
@@ -75,37 +81,46 @@ def rotate_kernel(
         tl.store(target, tile)
 
 
-def rotate_matrix(x: Tensor, size: int, signs: Tensor | None, inverse: bool, both: bool, dtype: torch.dtype) -> Tensor:
+_rotate = Launcher(rotate_kernel)
+
+
+def rotate_matrix(
+    x: Tensor, size: int, signs: Tensor | None, inverse: bool, both: bool, dtype: torch.dtype,
+    unclipped: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """X [R, C], float of any strides, rotated along C or along both: [R, C] in `dtype`, contiguous; see the twin."""
     if x.dtype == torch.float64:
         x = x.float()
     out = x.new_empty(x.shape, dtype=dtype if dtype in WRITES else torch.float32)
     if x.numel():
-        grid, arguments, options = launch(x, out, size, signs, inverse, both, 64 if torch.version.hip else 32)
-        with torch.cuda.device_of(x):
-            rotate_kernel[grid](**arguments, **options)
+        counts = None if unclipped is None else unclipped.contiguous().view(torch.uint8)
+        key = (size, inverse, both, x.shape, x.stride(), x.dtype, out.dtype, x.device)
+        with on_device_of(x):
+            describe = lambda: launch(x, out, size, signs, inverse, both, chip(x.device)[1], counts)
+            _rotate(key, (x, out, signs, counts), describe)
     return out if out.dtype == dtype else out.to(dtype)
 
 
 def launch(
-    x: Tensor, out: Tensor, size: int, signs: Tensor | None, inverse: bool, both: bool, warp: int
-) -> tuple[tuple[int], dict, dict]:
+    x: Tensor, out: Tensor, size: int, signs: Tensor | None, inverse: bool, both: bool, warp: int,
+    unclipped: Tensor | None = None,
+) -> Launch:  # fmt: skip
     """(grid, arguments, constants and options) of the kernel: what `rotate_matrix` runs and `isa` compiles.
 
     `warp`: threads a warp.
     """
     rows, columns = x.shape
-    turned = x.stride(0) == 1 and x.stride(1) != 1  # threads follow memory
+    along_rows = x.stride(0) == 1 and x.stride(1) != 1  # threads follow memory
     across = THREADS // size
     lines = THREADS // across
     grid = (triton.cdiv(rows, lines) * triton.cdiv(columns, across * size),)  # one axis: others count to 65535
-    arguments = {"x": x, "out": out, "signs": signs, "R": rows, "C": columns}
+    arguments = {"x": x, "out": out, "signs": signs, "unclipped": unclipped, "R": rows, "C": columns}
     arguments |= {"row_stride": x.stride(0), "col_stride": x.stride(1)}
     options = {
         "SIZE": size,
         "BOTH": both,
         "INVERSE": inverse,
-        "TURNED": turned,
+        "ALONG_ROWS": along_rows,
         "LINES": lines,
         "ACROSS": across,
         "WIDTH": 16 // x.element_size() if x.stride(1) == 1 else 1,

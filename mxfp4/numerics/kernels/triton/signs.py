@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxfp4.numerics.kernels.triton.block_math import philox_round
+from mxfp4.numerics.kernels.triton.launcher import Launcher, on_device_of
 
 
 @triton.jit(do_not_specialize=["stream"])
@@ -32,9 +33,13 @@ def _signs_kernel(out, seed_ptr, stream, SIZE: tl.constexpr):
     tl.store(out + j, 1.0 - 2.0 * ((bits >> (j % 32).to(tl.uint32)) & 1).to(tl.float32))
 
 
+_signs = Launcher(_signs_kernel)
+
+
 def random_signs(seed: Tensor, size: int, stream: int) -> Tensor:
     """`size` (a power of two up to 128) random signs, FP32, on the device of `seed` (0-d int64)."""
     out = torch.empty(size, dtype=torch.float32, device=seed.device)
-    with torch.cuda.device_of(out):
-        _signs_kernel[(1,)](out, seed, stream, SIZE=size, num_warps=1)
+    with on_device_of(out):
+        describe = lambda: ((1,), {"out": out, "seed_ptr": seed, "stream": stream}, {"SIZE": size, "num_warps": 1})
+        _signs((size, stream, out.device), (out, seed), describe)
     return out

@@ -5,14 +5,15 @@ Nothing is quantized again: a tile of codes is unpacked into registers, transpos
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mxfp4.numerics.kernels.triton.launcher import Launcher, on_device_of
+
 
 @triton.jit
-def _turn_kernel(source, target, R, C, PER_BYTE: tl.constexpr, TILE: tl.constexpr):
+def _transpose_kernel(source, target, R, C, PER_BYTE: tl.constexpr, TILE: tl.constexpr):
     """Codes [R, C], C packed -> [C, R], R packed; PER_BYTE 2 (E2M1) or 1, R and C multiples of it."""
     W: tl.constexpr = TILE // PER_BYTE
     tiles = (C + TILE - 1) // TILE
@@ -33,13 +34,19 @@ def _turn_kernel(source, target, R, C, PER_BYTE: tl.constexpr, TILE: tl.constexp
     tl.store(target + line.to(tl.int64)[:, None] * (R // PER_BYTE) + place[None, :], codes, mask=inside)
 
 
+TILE = 64
+_transpose = Launcher(_transpose_kernel)
+
+
 def turn(qdata: Tensor, per_byte: int) -> Tensor:
     """uint8 [R, C / per_byte] -> [C, R / per_byte]: the twin is `packed_operands`'s for the CPU."""
     rows, columns = qdata.shape[0], qdata.shape[1] * per_byte
     out = qdata.new_empty((columns, rows // per_byte))
-    tile = 64
     if out.numel():
-        with torch.cuda.device_of(out):
-            grid = (triton.cdiv(rows, tile) * triton.cdiv(columns, tile),)  # one axis: others count to 65535
-            _turn_kernel[grid](qdata.contiguous(), out, rows, columns, PER_BYTE=per_byte, TILE=tile)
+        source = qdata.contiguous()
+        grid = (triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE),)  # one axis: others count to 65535
+        arguments = {"source": source, "target": out, "R": rows, "C": columns}
+        with on_device_of(out):
+            describe = lambda: (grid, arguments, {"PER_BYTE": per_byte, "TILE": TILE})
+            _transpose((rows, columns, per_byte, out.device), (source, out), describe)
     return out
