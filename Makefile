@@ -7,7 +7,7 @@
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help reproduce test env data data-text prepare train notebooks book run serve clean distclean
+.PHONY: help reproduce test lint format env data data-text prepare train notebooks book run serve clean distclean
 
 SCALE ?= auto
 CORPUS ?=
@@ -50,7 +50,7 @@ ROCM := $(shell v=$$(cat "$(ROCM_PATH)/.info/version" "$(ROCM_PATH)/core/.info/v
 TORCH_INDEX ?= $(or $(shell cat $(VENV)/.torch-index 2>/dev/null),$(if $(ROCM),$(strip \
 	https://download.pytorch.org/whl/rocm$(patsubst unknown,7.2,$(ROCM)))))
 TORCH_PIN := $(shell sed -n 's/^torch==//p' constraints.txt)
-EXTRAS := book,test,hf
+EXTRAS := train,book,hf,test,lint
 # On ROCm, that PyTorch is the build for it and that the package `triton`, CUDA's, does not lie over ROCm's own.
 ROCM_BUILD = [ -z "$(ROCM)" ] || $(PY) -c 'import importlib.metadata as m, sys, torch; \
 	sys.exit(not torch.version.hip or "triton" in {d.name.lower() for d in m.distributions()})'
@@ -91,6 +91,15 @@ test: env data ## the whole CPU test suite
 		$(PY) -m pip install -q --no-deps -r requirements-interpreter.txt; } \
 		|| echo "no triton for this machine: the tests of its kernels are skipped"
 	$(PY) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+lint: env ## check format, lint and types, as the CI does
+	@$(BIN)/ruff format --check mxfp4 tests
+	@$(BIN)/ruff check mxfp4 tests
+	@$(BIN)/mypy
+
+format: env ## format the code and mend what the linter can mend
+	@$(BIN)/ruff check --fix mxfp4 tests
+	@$(BIN)/ruff format mxfp4 tests
 
 prepare: env $(CORPUS_DATA) ## fetch, tokenize and pack the corpus of the scale
 	@$(MXFP4) prepare --scale $(AT) $(ON)
@@ -169,7 +178,7 @@ data-text: env ## fetch the wheels of corpus text (CORPUS=text), or say that the
 	fi
 
 clean: ## remove the site, failed runs and caches; keep records, notebooks and the environment
-	rm -rf book/_build runs/failed .pytest_cache .hypothesis .ruff_cache
+	rm -rf book/_build runs/failed .pytest_cache .hypothesis .ruff_cache .mypy_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -type d -prune -exec rm -rf {} +
 
 distclean: clean ## also remove the environment and the data wheels

@@ -4,23 +4,49 @@ import mxfp4
 q = mxfp4.quantize(x, hadamard=mxfp4.Hadamard(16))     # x: [M, K], blocks of 32 along K
 y = mxfp4.matmul(q, mxfp4.quantize(w, hadamard=mxfp4.Hadamard(16)))
 model = mxfp4.convert(model, "mxfp4+h16")              # train with it
+print(mxfp4.report(model))                             # what was converted and what was not
 frame = mxfp4.records("gpu")                           # what the recorded runs were evaluated at
+
+A name is imported when it is first asked for, so `import mxfp4` costs milliseconds and `mxfp4 --help` needs no PyTorch.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
-from mxfp4.layers.convert import convert
-from mxfp4.layers.linear import MXFP4Linear, set_step
-from mxfp4.layers.recipe import RECIPES, Gemm, Operand, Recipe, recipe
-from mxfp4.numerics.hadamard import Hadamard, hadamard_transform
-from mxfp4.numerics.ops.matmul import matmul
-from mxfp4.numerics.ops.quantize import fake_quantize, fake_quantize_pair, quantize, quantize_pair
-from mxfp4.numerics.tensor import MXTensor
-from mxfp4.numerics.version import SEMANTICS_VERSION
+if TYPE_CHECKING:
+    from mxfp4.layers.convert import convert, default_filter
+    from mxfp4.layers.linear import MXFP4Linear, set_step
+    from mxfp4.layers.recipe import RECIPES, Gemm, Operand, Recipe, recipe
+    from mxfp4.layers.report import report
+    from mxfp4.layers.roles import Names
+    from mxfp4.numerics.hadamard import Hadamard, hadamard_transform
+    from mxfp4.numerics.ops.matmul import matmul
+    from mxfp4.numerics.ops.quantize import fake_quantize, fake_quantize_pair, quantize, quantize_pair
+    from mxfp4.numerics.tensor import MXTensor
+    from mxfp4.numerics.version import SEMANTICS_VERSION
+    from mxfp4.studies.records_frame import records
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "mxfp4.layers.convert": ("convert", "default_filter"),
+    "mxfp4.layers.linear": ("MXFP4Linear", "set_step"),
+    "mxfp4.layers.recipe": ("RECIPES", "Gemm", "Operand", "Recipe", "recipe"),
+    "mxfp4.layers.report": ("report",),
+    "mxfp4.layers.roles": ("Names",),
+    "mxfp4.numerics.hadamard": ("Hadamard", "hadamard_transform"),
+    "mxfp4.numerics.ops.matmul": ("matmul",),
+    "mxfp4.numerics.ops.quantize": ("fake_quantize", "fake_quantize_pair", "quantize", "quantize_pair"),
+    "mxfp4.numerics.tensor": ("MXTensor",),
+    "mxfp4.numerics.version": ("SEMANTICS_VERSION",),
+    "mxfp4.studies.records_frame": ("records",),
+}
+"""{module: the public names that it defines}. A new name goes here, in __all__ and under TYPE_CHECKING."""
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
 __all__ = [
     "RECIPES",
     "SEMANTICS_VERSION",
@@ -28,9 +54,11 @@ __all__ = [
     "Hadamard",
     "MXFP4Linear",
     "MXTensor",
+    "Names",
     "Operand",
     "Recipe",
     "convert",
+    "default_filter",
     "fake_quantize",
     "fake_quantize_pair",
     "hadamard_transform",
@@ -39,17 +67,24 @@ __all__ = [
     "quantize_pair",
     "recipe",
     "records",
+    "report",
     "set_step",
 ]
 
-if TYPE_CHECKING:
-    from mxfp4.studies.records_frame import records
-
 
 def __getattr__(name: str) -> Any:
-    """`records` is found when it is asked for: what it needs (pandas, the experiments) is slow to import."""
-    if name == "records":
-        from mxfp4.studies.records_frame import records
+    """Import the public `name` and keep it, so that this is called once a name."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
 
-        return records
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if "torch" in sys.modules:  # a saved torch.export program or a compiled package names operators: define them now
+    importlib.import_module("mxfp4.numerics.ops.packed_operands")
+    importlib.import_module("mxfp4.numerics.ops.rotate")

@@ -16,6 +16,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from mxfp4.errors import UserError
+
 
 def project_dir() -> Path:
     """The folder that holds book/ and pyproject.toml (absolute)."""
@@ -25,6 +27,26 @@ def project_dir() -> Path:
             return folder
     checkout = Path(__file__).resolve().parents[1]
     return checkout if (checkout / "pyproject.toml").is_file() else here
+
+
+def in_checkout() -> bool:
+    """Whether the project's folder is a checkout: the installed package has no book/, no Makefile and no records."""
+    return (project_dir() / "book" / "_toc.yml").is_file()
+
+
+def checkout(what: str) -> Path:
+    """The checkout's folder, for `what`, which cannot do without. UserError outside one."""
+    if not in_checkout():
+        raise UserError(
+            f"{what} reads book/, which is not part of the installed package, and there is none at or above "
+            f"{Path.cwd()}: run it in a checkout of the project"
+        )
+    return project_dir()
+
+
+def make_or_pip(target: str, command: str) -> str:
+    """What fetches something: the checkout's `make <target>`, or the pip command, all there is outside one."""
+    return f"run `make {target}` (or `{command}`)" if in_checkout() else f"run `{command}`"
 
 
 def runs_dir() -> Path:

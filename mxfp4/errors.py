@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterable
+from typing import TextIO
 
 
 class UserError(ValueError):
@@ -15,6 +17,31 @@ class UserError(ValueError):
 class Notice(UserWarning):
     """Something that stops nothing and that the user should know: what, where, what to do. The CLI, its workers and
     the kernels of notebooks print `warning: <message>`, each once; elsewhere it is a warning like any other."""
+
+
+def missing_package(error: ModuleNotFoundError) -> str | None:
+    """The pip command that installs a package that is missing.
+
+    Returns:
+        One line; None where the package is none of this project's requirements.
+
+    """
+    from importlib import metadata  # slow to import, and needed here alone
+
+    module = (error.name or "").partition(".")[0]
+    distribution = {"yaml": "pyyaml", "vl_convert": "vl-convert-python"}.get(module, module)
+    try:
+        requirements = metadata.requires("mxfp4") or []
+    except metadata.PackageNotFoundError:  # run from its sources, not installed
+        return None
+    for requirement in requirements:
+        name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
+        if re.sub(r"[-_.]+", "-", name).lower() != re.sub(r"[-_.]+", "-", distribution).lower():
+            continue
+        extra = re.search(r"""extra == ["']([^"']+)["']""", requirement)
+        what = f"mxfp4[{extra[1]}]" if extra else name
+        return f"the package {name} is not installed: pip install '{what}'"
+    return None
 
 
 said: set[str] = set()
@@ -33,12 +60,23 @@ def print_notices(already: Iterable[str] = ()) -> None:
     warnings.simplefilter("always", Notice)
 
 
-def _show(message, category, filename, lineno, file=None, line=None) -> None:
+def _show(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
     if not issubclass(category, Notice):
         _before(message, category, filename, lineno, file, line)
     elif str(message) not in said:
         said.add(str(message))
         if os.environ.get("RANK", "0") == "0":
-            from tqdm import tqdm  # writes past a bar
-
-            tqdm.write(f"warning: {message}", file=sys.stderr)
+            text = f"warning: {message}"
+            try:
+                from tqdm import tqdm
+            except ModuleNotFoundError:  # then there are no bars to write past either
+                print(text, file=sys.stderr)
+            else:
+                tqdm.write(text, file=sys.stderr)

@@ -71,7 +71,8 @@ class Project:
                 (self.tools / name).symlink_to(found)
         self.tool("fakepython", PYTHON.replace("REAL", sys.executable))
         (folder / ".data").mkdir()
-        sum_ = subprocess.run(["cksum"], stdin=open(folder / "requirements-data.txt"), capture_output=True, text=True)
+        with open(folder / "requirements-data.txt") as wheels:
+            sum_ = subprocess.run(["cksum"], stdin=wheels, capture_output=True, text=True)
         (folder / ".data" / ".made-from").write_text("-".join(sum_.stdout.split()) + "\n")
 
     def tool(self, name: str, text: str) -> Path:
@@ -103,7 +104,7 @@ def project(tmp_path):
     return Project(tmp_path)
 
 
-REST = "install -c constraints.txt -e .[book,test,hf]"
+REST = "install -c constraints.txt -e .[train,book,hf,test,lint]"
 PIN = re.search(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.M)[1]
 
 

@@ -1,4 +1,4 @@
-"""C4 (en) through the `datasets` JSON loader, from the hub or from a local mirror: only the root differs.
+"""C4 (en), from the hub through the `datasets` JSON loader or from a local mirror: only the root differs.
 
 Split and shards follow the MLPerf "Llama 3.1 8B" reference: training documents from shards 768-1023 as its
 README says (its code's default is 768-895), validation from the first 91,205 documents of the validation
@@ -13,11 +13,14 @@ not C4's, or not all of it, and is refused: its documents would train under the 
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -148,7 +151,7 @@ class C4:
         held_out = Part("validation", "validation", self._validation, self.validation_documents)
         shards = self._files()[len(self._validation_files()) :]
         return [held_out] + [
-            Part("train", f"shard {first + i}", lambda f=f: self._shard(f, DOCUMENTS_PER_SHARD, 1), DOCUMENTS_PER_SHARD)
+            Part("train", f"shard {first + i}", partial(self._shard, f, DOCUMENTS_PER_SHARD, 1), DOCUMENTS_PER_SHARD)
             for i, f in enumerate(shards)
         ]
 
@@ -158,18 +161,12 @@ class C4:
 
     def _shard(self, file: str, documents: int, spare: int = 0) -> Iterator[Document]:
         """The documents of a file; UserError at its end if they were not so many, or up to `spare` more."""
-        from datasets import load_dataset
-
-        where = f"hf://datasets/{REPOSITORY}/{file}" if self.local is None else str(self.local / file)
-        # The loader logs a traceback of its own before it raises.
-        logging.getLogger("datasets").setLevel(logging.CRITICAL)
+        texts = _from_hub(file) if self.local is None else _from_disk(self.local / file)
         try:
-            rows = load_dataset("json", data_files=[where], split="train", streaming=True).select_columns(["text"])
             read = 0
-            for batch in rows.iter(batch_size=1000):
-                read += len(batch["text"])
-                for text in batch["text"]:
-                    yield Document("c4", text)
+            for text in texts:
+                read += 1
+                yield Document("c4", text)
             if not documents <= read <= documents + spare:
                 raise UserError(f"C4 file {file} holds {read:,} documents, {documents:,} are right: {self._again()}")
         except UserError:
@@ -196,3 +193,26 @@ class C4:
                 "once it can; it goes on where it stopped"
             )
         return f"{what}: {self._again()}"
+
+
+def _from_hub(file: str) -> Iterator[str]:
+    from datasets import load_dataset
+
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it logs a traceback of its own before it raises
+    address = f"hf://datasets/{REPOSITORY}/{file}"
+    rows = load_dataset("json", data_files=[address], split="train", streaming=True).select_columns(["text"])
+    for batch in rows.iter(batch_size=1000):
+        yield from batch["text"]
+
+
+def _from_disk(path: Path) -> Iterator[str]:
+    """The texts of a file by its very name: `datasets` reads [, ], *, ? and :: in a path as a pattern."""
+    if path.stat().st_size == 0:
+        raise EOFError("the file is empty")
+    with gzip.open(path) as lines:
+        for line in lines:
+            if line.strip():
+                text = json.loads(line)["text"]
+                if not isinstance(text, str):
+                    raise TypeError(f"a text is {text!r}")
+                yield text

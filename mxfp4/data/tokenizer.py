@@ -35,9 +35,17 @@ class TextTokenizer:
         names = [t for t in (EOS, LLAMA_EOS) if inner.token_to_id(t) is not None]
         if not names:
             raise UserError(f"the tokenizer has no end-of-document token; known: {EOS}, {LLAMA_EOS}")
+        largest, size = max(inner.get_vocab().values()), inner.get_vocab_size()
+        if largest >= size:
+            raise UserError(f"the tokenizer has {size} ids and its largest is {largest}: every id must be below {size}")
         inner.encode_special_tokens = True  # not saved in the file, so set here
+        # A file keeps these as they were when it was saved; each of them would change the tokens of a text.
+        inner.no_truncation()
+        inner.no_padding()
+        if getattr(inner.model, "dropout", None) is not None:
+            inner.model.dropout = None
         self.inner = inner
-        self.eos: int = inner.token_to_id(names[0])
+        self.eos = int(inner.token_to_id(names[0]) or 0)
 
     @property
     def size(self) -> int:
@@ -61,8 +69,8 @@ class TextTokenizer:
         lengths = np.zeros(self.size, dtype=np.int64)
         for token, i in self.inner.get_vocab(with_added_tokens=False).items():
             lengths[i] = len(token)  # the byte-level alphabet has one character for a byte
-        for i, token in self.inner.get_added_tokens_decoder().items():
-            lengths[i] = 0 if token.special else len(token.content.encode())
+        for i, added in self.inner.get_added_tokens_decoder().items():
+            lengths[i] = 0 if added.special else len(added.content.encode())
         return lengths
 
     def to_bytes(self) -> bytes:
@@ -99,11 +107,30 @@ def load(path: str | os.PathLike) -> TextTokenizer:
     if not path.is_file():
         raise UserError(f"tokenizer {path} does not exist")
     try:
-        return TextTokenizer(Tokenizer.from_file(str(path)))
-    except UserError:
-        raise
+        loaded = TextTokenizer(Tokenizer.from_file(str(path)))
+        _check_lossless(loaded)
+        return loaded
+    except UserError as error:
+        raise UserError(f"tokenizer {path}: {error}") from None
     except Exception as error:  # the library raises bare Exception
         raise UserError(f"tokenizer {path} is damaged ({error})") from None
+
+
+PROBES = ("Plain words, 12 figures.", "  two  spaces\n\tand a tab", "Naïve façade ﬁ e\u0301 深 🧑🏽‍🚀")
+"""Texts that a tokenizer changes which lower-cases, normalizes, strips, adds a space or knows no such character."""
+
+
+def _check_lossless(tokenizer: TextTokenizer) -> None:
+    """UserError unless tokens give the text back and stand for as many bytes as it has."""
+    lengths = tokenizer.token_bytes()
+    for text in PROBES:
+        ids = tokenizer.encode(text)
+        back, size = tokenizer.decode(ids), int(lengths[ids].sum())
+        if back != text or size != len(text.encode()):
+            raise UserError(
+                f"its tokens of {text!r} give {back!r} back and stand for {size} of {len(text.encode())} bytes: a "
+                "byte-level tokenizer is needed that changes no text"
+            )
 
 
 LLAMA_LOCAL = "point MXFP4_LLAMA_TOKENIZER (or `mxfp4 prepare --tokenizer`) at its tokenizer.json"

@@ -6,6 +6,7 @@ Cell ids become <name>-<number>, execution counts the number of the code cell.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tempfile
@@ -80,7 +81,7 @@ def without_paths(text: str) -> str:
         str(Path(__file__).resolve().parents[2]): ".",
         sys.prefix: "<environment>",
         sys.base_prefix: "<python>",
-        str(Path.home()): "~",
+        os.path.expanduser("~"): "~",  # stays "~" for a user without a home directory
         tempfile.gettempdir(): "<tmp>",
     }
     for folder in sorted(known, key=len, reverse=True):

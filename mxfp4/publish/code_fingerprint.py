@@ -90,10 +90,9 @@ def _imports(tree: ast.AST, prefix: str) -> set[str]:
 def _module_hash(name: str) -> str:
     tree = _tree(name)
     for node in ast.walk(tree):
-        body = getattr(node, "body", None)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             # A string that stands alone is a docstring, or documents the field above it.
-            node.body = [s for s in body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))] or [
-                ast.Pass()
-            ]
+            node.body = [
+                s for s in node.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
+            ] or [ast.Pass()]
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()

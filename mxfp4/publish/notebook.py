@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import mxfp4
-from mxfp4.directories import bench_dir, pilot_dir, project_dir, runs_dir
+from mxfp4.directories import bench_dir, checkout, in_checkout, pilot_dir, project_dir, runs_dir
 from mxfp4.errors import UserError
 from mxfp4.publish.clean_notebook import tidy
 from mxfp4.publish.code_fingerprint import code_fingerprint
@@ -61,11 +61,10 @@ class Run:
 def find_source(given: str | Path) -> Path:
     """A path, or the name of a chapter in book/. Raises UserError that lists the chapters."""
     path = Path(given)
-    book = project_dir() / "book"
     if path.suffix == "" and _NAME.fullmatch(str(given)):
-        path = book / f"{given}.md"
+        path = checkout(f"chapter {given}") / "book" / f"{given}.md"
     if path.suffix != ".md" or not path.is_file():
-        chapters = ", ".join(p.stem for p in chapter_sources()) or "none"
+        chapters = ", ".join(p.stem for p in chapter_sources()) if in_checkout() else "none, as this is no checkout"
         raise UserError(f"{given} is no notebook: allowed is a MyST .md file or one of the chapters: {chapters}")
     if not _NAME.fullmatch(path.stem):
         raise UserError(f"{path.name}: a notebook's name is made of letters, digits, - and _")
@@ -74,7 +73,7 @@ def find_source(given: str | Path) -> Path:
 
 def chapter_sources() -> list[Path]:
     """The notebooks among book/*.md: those with a code cell."""
-    found = sorted((project_dir() / "book").glob("*.md"))
+    found = sorted((checkout("mxfp4 run --all") / "book").glob("*.md"))
     return [p for p in found if re.search(r"^```\{code-cell\}", p.read_text(encoding="utf-8"), re.MULTILINE)]
 
 
@@ -113,9 +112,8 @@ def run_notebook(
     path = find_source(source)
     read = read_source(path)
     given = dict(params or {})
-    if scale is not None and "scale" in read.parameters:
-        if str(given.setdefault("scale", scale)) != scale:
-            raise UserError(f"scale {scale!r} and parameter scale={given['scale']!r} differ: give one")
+    if scale is not None and "scale" in read.parameters and str(given.setdefault("scale", scale)) != scale:
+        raise UserError(f"scale {scale!r} and parameter scale={given['scale']!r} differ: give one")
     values = bind(read.parameters, given, read.name)
     scale = scale or values.get("scale", "cpu")
     get_scale(scale)
@@ -220,7 +218,23 @@ def _execute(read: Source, changed: dict[str, Any], temporary: Path, show: bool,
         raise UserError(
             f"{read.name}: the kernel died ({_one_line(error)}){_keep_failed(after, read.name, scale)}"
         ) from None
-    return nbformat.read(after, as_version=4)
+    executed = nbformat.read(after, as_version=4)
+    if end := _early_end(executed):
+        raise UserError(f"{read.name}: {end}{_keep_failed(after, read.name, scale)}")
+    return executed
+
+
+def _early_end(node) -> str | None:
+    """Why an executed notebook is not whole: a cell that exits counts for papermill as the end of a good run."""
+    cells = [c for c in node.cells if c.cell_type == "code" and c.source.strip()]
+    for number, cell in enumerate(cells, start=1):
+        left = sum(c.execution_count is None for c in cells[number:])
+        errors = [o for o in cell.outputs if o.output_type == "error"]
+        if errors:
+            return f"code cell {number} of {len(cells)} ended the page with {errors[0].ename}, {left} cells after it"
+        if cell.execution_count is None:
+            return f"code cell {number} of {len(cells)} was not run, so the page is not whole"
+    return None
 
 
 def _keep_failed(half_run: Path, name: str, scale: str) -> str:

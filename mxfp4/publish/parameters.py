@@ -13,9 +13,11 @@ from __future__ import annotations
 import ast
 import difflib
 import io
+import json
 import math
+import re
 import tokenize
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +29,7 @@ TYPES = (
     *(f"list[{s}]" for s in ("int", "float", "str")),
     *(f"tuple[{s}, ...]" for s in ("int", "float", "str")),
 )
+_PAIR = re.compile(r"\s*[^\W\d]\w*\s*=")
 _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -51,15 +54,31 @@ class Parameter:
         if scalar == self.type:
             return self._scalar(value, scalar)
         if isinstance(value, str):
-            value = value.strip()
-            value = value[1:-1] if value[:1] + value[-1:] in ("[]", "()") else value
-            value = [part.strip() for part in value.split(",") if part.strip()]
+            value = self._items(value.strip())
         if not isinstance(value, (list, tuple)):
             raise self._refuse(value)
         items = [self._scalar(item, scalar) for item in value]
         return tuple(items) if self.type.startswith("tuple") else items
 
+    def _items(self, text: str) -> list[Any]:
+        """The items of a list given as text: JSON, a Python literal, or values with commas between them."""
+        brackets = text[:1] + text[-1:] in ("[]", "()")
+        for read in (json.loads, ast.literal_eval):
+            try:
+                value = read(text)
+            except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+                continue
+            if value is None or isinstance(value, (dict, set)):
+                raise self._refuse(text)
+            # Without brackets, 8,16 may also be two words.
+            if isinstance(value, (list, tuple)) and (brackets or self.scalar != "str" or _are_words(value)):
+                return list(value)
+        inner = text[1:-1] if brackets else text
+        return [_unquoted(part) for part in inner.split(",") if part.strip()]
+
     def _scalar(self, value: Any, kind: str) -> Any:
+        if isinstance(value, str) and kind == self.type:
+            value = _unquoted(value)
         if kind == "str":
             if not isinstance(value, str):
                 raise self._refuse(value)
@@ -85,7 +104,7 @@ class Parameter:
             "float": "a finite float, such as 0.5",
             "str": "a str",
             "bool": "true or false",
-        }.get(self.type, f"{self.type}, its items separated by commas")
+        }.get(self.type, f"{self.type}, as JSON such as [1, 2] or its items separated by commas")
         return UserError(f"parameter {self.name}={value!r}: allowed is {allowed} ({self.help})")
 
 
@@ -116,7 +135,7 @@ def read_parameters(cell_source: str, where: str) -> dict[str, Parameter]:
             default = ast.literal_eval(node.value)
         except ValueError:
             raise UserError(f"{where}: the default of {name} is no plain value: {ast.unparse(node.value)}") from None
-        parameter = Parameter(name, kind, default, comments[node.end_lineno])
+        parameter = Parameter(name, kind, default, comments[node.end_lineno or 0])
         if isinstance(default, str) and kind != "str":
             raise UserError(f"{where}: parameter {name}: {kind} has a str as its default")
         parameter.parse(default)
@@ -135,8 +154,37 @@ def bind(known: Mapping[str, Parameter], given: Mapping[str, Any], where: str) -
 
 
 def split_pair(text: str) -> tuple[str, str]:
-    """ "name=value" -> (name, value)."""
+    """ "name=value" -> (name, value); spaces around the first = are no part of either."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip().isidentifier():
         raise UserError(f"-p {text!r}: allowed is name=value")
-    return name.strip(), value
+    return name.strip(), value.strip()
+
+
+def join_words(words: Iterable[str]) -> list[str]:
+    """Pairs out of what a shell split at spaces: `a = 1` and `a=[1, 2]` are one pair each."""
+    pairs: list[str] = []
+    for word in words:
+        before = pairs[-1] if pairs else ""
+        is_open = before.rstrip().endswith(("=", ",")) or before.count("[") > before.count("]")
+        if pairs and ((word.startswith("=") and "=" not in before) or (is_open and not _PAIR.match(word))):
+            pairs[-1] = f"{before} {word}"
+        else:
+            pairs.append(word)
+    return pairs
+
+
+def _are_words(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _unquoted(text: str) -> str:
+    """`text` without spaces around it, or, in quotes, what stands between them: JSON's escapes count in double ones."""
+    text = text.strip()
+    if len(text) > 1 and text[0] == text[-1] == '"':
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return text
+        return value if isinstance(value, str) else text
+    return text[1:-1] if re.fullmatch(r"'[^'\\]*'", text) else text

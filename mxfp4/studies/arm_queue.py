@@ -349,5 +349,6 @@ def _child(
 
 
 def one_line(error: Exception) -> str:
+    """The error in one line, with its type unless it is a UserError."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from mxfp4.directories import project_dir
+from mxfp4.directories import checkout, project_dir
 from mxfp4.errors import UserError
 from mxfp4.layers.recipe import recipe
 
@@ -211,11 +211,14 @@ class RegisteredStudy:
 
 
 def study_path() -> Path:
+    """The file of the registered study."""
     return project_dir() / "book" / "study.yml"
 
 
 def load_study(path: Path | str | None = None) -> RegisteredStudy:
     """The study of a file, checked. UserError names the value that is wrong and what is allowed."""
+    if path is None:
+        checkout("the registered study")
     path = Path(path) if path is not None else study_path()
     try:
         data = yaml.safe_load(path.read_text())

@@ -37,8 +37,8 @@ from mxfp4.diagnostics.probe import COLUMNS as PROBE_COLUMNS
 from mxfp4.directories import runs_dir
 from mxfp4.errors import Notice, UserError
 from mxfp4.layers.recipe import recipe, shown_name
+from mxfp4.locks import Lock
 from mxfp4.numerics.native import PATHS, fp8_path, matmul_path
-from mxfp4.studies.lock import Lock
 from mxfp4.studies.machine import default_device, git_state, machine
 from mxfp4.training import weights
 from mxfp4.training.checkpoints import checkpoint, durable_files
@@ -233,7 +233,9 @@ class Store:
             raise UserError(f"cannot write record {final}: {reason}; nothing was changed") from None
         finally:
             shutil.rmtree(work, ignore_errors=True)
-        return _read(final)
+        record = _read(final)
+        assert record is not None, f"{final} was just written"
+        return record
 
     def set_aside(self, config: TrainConfig, device: torch.device | str | None = None) -> Path | None:
         """Move an arm's record to runs/replaced, so that it is missing and can be run anew; where it lies now, None
@@ -270,7 +272,8 @@ class Store:
         """Whole records of the current SEMANTICS_VERSION, of one scale or all, sorted by scale and run id; of equal keys
         the first. Damaged records, and how many are of another version, are warned about.
         """
-        found, other_version = {}, 0
+        found: dict[str, Record] = {}
+        other_version = 0
         for folder in self._folders(scale):
             record = _read(folder)
             if record is None:
@@ -342,7 +345,7 @@ class Store:
                 yield folder
 
 
-def _tables(result: TrainResult) -> tuple[Sequence, ...]:
+def _tables(result: TrainResult) -> tuple[Sequence | pd.DataFrame, ...]:
     """The rows of each of TABLES."""
     windows = pd.DataFrame({k: pd.Series(v, dtype="float32") for k, v in result.windows.items()})
     return result.curve, result.probes, result.branches, result.evaluations, windows

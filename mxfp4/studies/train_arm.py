@@ -19,6 +19,7 @@ from mxfp4.training.protocols import TokenSource
 
 
 def arm_name(config: TrainConfig) -> str:
+    """Recipe and seed, as tables and progress bars show an arm."""
     return f"{shown_name(config.recipe)}-s{config.seed}"
 
 

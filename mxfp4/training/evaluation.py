@@ -112,4 +112,5 @@ def judge_windows(model: nn.Module, windows: Tensor, batch_size: int, copied: Te
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
+    """Loss in nats a token as bits a byte of text."""
     return nats_per_token / math.log(2) / bytes_per_token

@@ -209,7 +209,7 @@ class Llama(nn.Module):
 
 
 def _threads() -> int:
-    """This rank's share of the cores, at most DRAWING. Not torch's number of threads, which torchrun sets to 1."""
+    """Threads that draw weights: a rank's share of the cores, at most DRAWING. Not torch's number of threads, which torchrun sets to 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(max(cores // here().size, 1), DRAWING)
 

@@ -45,6 +45,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set `lr` in every parameter group, in place where it is a tensor."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(lr)

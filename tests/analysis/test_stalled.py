@@ -55,7 +55,7 @@ def test_a_run_that_levels_off_near_the_reference_is_not_stalled():
 
 
 def test_a_run_is_never_called_stalled_early():
-    level = lambda t: max(reference(t), 5.0)  # noqa: E731
+    level = lambda t: max(reference(t), 5.0)
     assert not is_stalled(level, until=0.95) and is_stalled(level)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 
@@ -111,3 +112,34 @@ def test_the_plan_of_a_gpu_scale_is_of_gpu_records_wherever_it_is_read(scale, de
     assert cli.main(["plan", "--scale", scale, "--plan", "p2"]) == 0
     assert asked == {device}
     assert "0 of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["trian"], "error: 'trian' is no command: did you mean trial or train?"),
+        (["zzz"], "error: 'zzz' is no command: known: bench, book, claims"),
+        (["plan", "--sclae", "gpu"], "error: unrecognized arguments: --sclae gpu: did you mean --scale or --seed?"),
+        (["status", "--xyz"], "error: unrecognized arguments: --xyz\n"),
+    ],
+)
+def test_misspelt_words_get_a_hint(argv, said, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+    assert caught.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_status_plan_and_dry_run_as_json(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("MXFP4_RUNS", str(tmp_path))
+
+    def answer(*argv):
+        assert cli.main([*argv, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    assert answer("status") == {"runs": str(tmp_path), "records": {}, "begun": [], "packings": []}
+    planned = answer("plan", "--plan", "table1")
+    assert planned["command"] == "mxfp4 train --scale cpu --plan table1"
+    assert {arm["status"] for arm in planned["arms"]} == {"missing"}
+    dry = answer("train", "--dry-run", "--plan", "table1")
+    assert len(dry["arms"]) == len(planned["arms"]) and dry["problems"] == [] and dry["machine"]["gpus"] == 0
+    assert cli.main(["train", "--json"]) == 1 and "--json goes with --dry-run" in capsys.readouterr().err

@@ -189,7 +189,7 @@ def mirror(tmp_path, monkeypatch):
     return root
 
 
-def test_c4_mirror_is_read_through_datasets(mirror):
+def test_c4_mirror_is_read(mirror):
     c4 = {"root": mirror, "shards": (4, 5), "validation_documents": 3}
     assert [d.text for d in documents("c4", "validation", **c4)] == ["held 0", "held 0 more", "held 1"]
     train = [d.text for d in documents("c4", "train", **c4)]
@@ -264,3 +264,16 @@ def test_corpus_without_wheels_fails_before_packing(tmp_path, monkeypatch):
     monkeypatch.setenv("MXFP4_DATA", str(tmp_path))
     with pytest.raises(UserError, match="make data"):
         WheelCorpus("tiny", (TINY,)).parts()
+
+
+@pytest.mark.parametrize(
+    "name", ["a [b]", "[0-9]", "c4::mirror", "c4 mirror", "a*b?", "#1 100%", "{x,y}", "ü", "zip://c4"]
+)
+def test_c4_mirror_in_a_folder_of_any_name(mirror, name):
+    root = mirror.parent / "odd" / name
+    root.parent.mkdir(parents=True)
+    root.parent.joinpath(*name.split("/")[:-1]).mkdir(parents=True, exist_ok=True)
+    mirror.rename(root)
+    c4 = {"root": root, "shards": (4, 5), "validation_documents": 3}
+    assert [d.text for d in documents("c4", "validation", **c4)] == ["held 0", "held 0 more", "held 1"]
+    assert len(list(documents("c4", "train", **c4))) == 60

@@ -53,7 +53,7 @@ def test_the_whole_law_is_judged_right_at_its_real_size():
 
 def test_an_answer_is_the_value_defined_last():
     law = Law(vocab_size=48)  # 4 slots of 4 values
-    define = lambda slot, value: 4 * slot + value  # noqa: E731
+    define = lambda slot, value: 4 * slot + value
     query, answer = law.first_query, law.first_answer
     window = torch.tensor([[define(1, 2), define(1, 3), define(0, 0), query + 1, answer + 3, query + 0, answer + 0]])
     judged = judge(law, window)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import subprocess
 import sys
@@ -114,3 +115,68 @@ def test_llama_from_a_file_must_be_llama(monkeypatch, tok, tmp_path):
     monkeypatch.setenv("MXFP4_LLAMA_TOKENIZER", str(tmp_path))
     with pytest.raises(UserError, match="has 300 ids, 128256 are needed"):
         load_llama()
+
+
+LONG = " ".join(TEXTS)
+
+
+def _saved(tok, tmp_path, change):
+    """The tokenizer's file after `change`, which gets its parsed JSON."""
+    data = json.loads(tok.to_bytes())
+    change(data)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    return tmp_path
+
+
+def _settings(**settings):
+    return lambda data: data.update(settings)
+
+
+TRUNCATION = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+PADDING = {"strategy": {"Fixed": 4096}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+           "pad_token": EOS}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _settings(truncation=TRUNCATION),
+        _settings(padding=PADDING),
+        _settings(truncation=TRUNCATION, padding=PADDING),
+        lambda data: data["model"].update(dropout=0.5),
+    ],
+    ids=["truncation", "padding", "both", "dropout"],
+)
+def test_what_a_file_was_saved_with_changes_no_tokens(tok, tmp_path, change):
+    loaded = load(_saved(tok, tmp_path, change))
+    assert loaded.encode(LONG) == tok.encode(LONG)
+    assert loaded.encode_batch(["a", LONG]) == tok.encode_batch(["a", LONG])
+    assert loaded.sha256() == tok.sha256()
+
+
+def test_a_vocabulary_with_holes_is_refused_with_both_numbers(tok, tmp_path):
+    def make_hole(data):
+        last = max(data["model"]["vocab"], key=data["model"]["vocab"].get)
+        data["model"]["vocab"][last] = 999
+
+    with pytest.raises(UserError, match="has 300 ids and its largest is 999: every id must be below 300"):
+        load(_saved(tok, tmp_path, make_hole))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _settings(normalizer={"type": "Lowercase"}),
+        _settings(normalizer={"type": "NFKC"}),
+        _settings(normalizer={"type": "Strip", "strip_left": True, "strip_right": True}),
+        _settings(
+            pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+        ),
+        _settings(pre_tokenizer={"type": "Whitespace"}),
+    ],
+    ids=["lower case", "NFKC", "strip", "a space in front", "not byte-level"],
+)
+def test_a_tokenizer_that_changes_text_is_refused(tok, tmp_path, change):
+    with pytest.raises(UserError, match="a byte-level tokenizer is needed that changes no text") as error:
+        load(_saved(tok, tmp_path, change))
+    assert "\n" not in str(error.value)

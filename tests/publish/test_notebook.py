@@ -13,7 +13,7 @@ from mxfp4.errors import UserError
 from mxfp4.publish import notebook
 from mxfp4.publish.clean_notebook import tidy, without_paths
 from mxfp4.publish.notebook import find_source, read_source, run_key, run_notebook
-from mxfp4.publish.parameters import bind, read_parameters, split_pair
+from mxfp4.publish.parameters import bind, join_words, read_parameters, split_pair
 
 HEADER = "---\njupytext:\n  text_representation: {extension: .md, format_name: myst}\n---\n\n# Title\n\n"
 PARAMETERS = """```{code-cell} ipython3
@@ -130,6 +130,34 @@ def test_dying_kernel_is_one_line(project):
 
 
 @pytest.mark.parametrize(
+    "end",
+    ["import sys; sys.exit(0)", "raise SystemExit", "sys = __import__('sys'); sys.exit()", "raise SystemExit('')"],
+)
+@pytest.mark.parametrize("rest", [["print('never')"], []])
+def test_a_page_that_ends_early_is_failed_and_leaves_the_good_one(project, end, rest):
+    good = run_notebook(write(project, "print(1)"))
+    before = good.path.read_text()
+    path = write(project, "print('reached')", end, *rest)
+    with pytest.raises(
+        UserError, match=rf"^a: code cell 3 of {3 + len(rest)} ended the page with SystemExit"
+    ) as caught:
+        run_notebook(path)
+    assert "\n" not in str(caught.value) and "runs/failed/cpu/a.ipynb" in str(caught.value)
+    assert good.path.read_text() == before
+
+
+@pytest.mark.parametrize("end", ["import os; os._exit(0)", "import os; os.kill(os.getpid(), 9)"])
+def test_a_page_whose_kernel_goes_early_is_failed(project, end):
+    with pytest.raises(UserError) as caught:
+        run_notebook(write(project, end, "print('never')"))
+    assert "\n" not in str(caught.value) and not (project / "runs" / "notebooks").exists()
+
+
+def test_an_empty_cell_is_no_early_end(project):
+    assert not run_notebook(write(project, "# only a comment", "", "print(2)")).skipped
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"sede": 1}, "a has no parameter 'sede': did you mean seed? known: seed, rate, word, fast, seeds, scale"),
@@ -145,7 +173,7 @@ def test_dying_kernel_is_one_line(project):
 )
 def test_bad_parameters_are_refused_before_a_kernel_starts(project, given, message):
     if "seeds" in given:
-        message = "parameter seeds='x': allowed is tuple[int, ...], its items separated by commas (some seeds)"
+        message = "parameter seeds='x': allowed is tuple[int, ...], as JSON such as [1, 2] or its items"
     path = write(project, "1")
     with pytest.raises(UserError) as caught:
         run_notebook(path, given)
@@ -196,6 +224,106 @@ def test_lists_and_pairs():
     for bad in ("a", "=1", "a-b=1"):
         with pytest.raises(UserError, match="allowed is name=value"):
             split_pair(bad)
+
+
+LISTS = "names: list[str] = []  # n\nrates: tuple[float, ...] = (0.5,)  # r\nseeds: list[int] = [0]  # s"
+
+
+@pytest.mark.parametrize(
+    ("pair", "value"),
+    [
+        ('names=["a","b"]', ["a", "b"]),
+        ('names = ["a", "b"]', ["a", "b"]),
+        ("names=['a', 'b']", ["a", "b"]),
+        ("names=('a',)", ["a"]),
+        ('names="a","b"', ["a", "b"]),
+        ('names=["a, b", "c=d", "it\'s", "\\"", "\\u00fc", "ü 深"]', ["a, b", "c=d", "it's", '"', "ü", "ü 深"]),
+        ('names=["a"', ['["a"']),
+        ("names=it's, b", ["it's", "b"]),
+        ("names=8,16", ["8", "16"]),
+        ("names=mxfp4+h16", ["mxfp4+h16"]),
+        ("names='a b'", ["a b"]),
+        ("names=[a, b]", ["a", "b"]),
+        ("names=[]", []),
+        ('names=""', [""]),
+        ("rates=[1, 2.5, 1e-3]", (1.0, 2.5, 0.001)),
+        ("rates = 1 , 2.5", (1.0, 2.5)),
+        ("rates=(1, 2)", (1.0, 2.0)),
+        ("rates=1", (1.0,)),
+        ("seeds=[1,2]", [1, 2]),
+        ("seeds=01, -2", [1, -2]),
+        ('seeds=["1"]', [1]),
+    ],
+)
+def test_lists_are_json_literals_or_words(pair, value):
+    name, text = split_pair(pair)
+    assert bind(read_parameters(LISTS, "a"), {name: text}, "a")[name] == value
+
+
+@pytest.mark.parametrize(
+    "pair",
+    ['names=["a", 1]', 'names=["a", null]', "names=null", 'names={"a": 1}', "names=[1, 2]", 'names=[["a"], ["b"]]',
+     "seeds=[1.0]", "seeds=[true]", "seeds=[[1]]", "seeds=null", "seeds={1, 2}", "seeds=[1, null]", "rates=[NaN]",
+     "rates=[1e999]"],
+)  # fmt: skip
+def test_lists_of_other_things_are_refused(pair):
+    name, text = split_pair(pair)
+    with pytest.raises(UserError, match=rf"parameter {name}=.*: allowed is .*, as JSON such as"):
+        bind(read_parameters(LISTS, "a"), {name: text}, "a")
+
+
+SCALARS = "word: str = 'a'  # w\nseed: int = 0  # s\nrate: float = 0.5  # r\nfast: bool = False  # f"
+
+
+@pytest.mark.parametrize(
+    ("pair", "value"),
+    [
+        ("word = even", "even"),
+        ("word= even ", "even"),
+        ('word="even"', "even"),
+        ("word='even'", "even"),
+        ('word=" even "', " even "),
+        ("word=it's", "it's"),
+        ('word="a" or "b"', '"a" or "b"'),
+        ('word="\\u00fc"', "ü"),
+        ("word=a=b==c", "a=b==c"),
+        ("word=", ""),
+        ("word=1", "1"),
+        ("word=[a]", "[a]"),
+        ("word=深度", "深度"),
+        ("seed = 7", 7),
+        ('seed="7"', 7),
+        ("rate= 1e-3", 0.001),
+        ("fast = TRUE", True),
+        ('fast="no"', False),
+    ],
+)
+def test_scalars_may_have_spaces_and_quotes_around_them(pair, value):
+    name, text = split_pair(pair)
+    assert bind(read_parameters(SCALARS, "a"), {name: text}, "a")[name] == value
+
+
+@pytest.mark.parametrize("pair", ["seed=null", "seed=true", "seed=7.0", "seed=[7]", "rate=null", "fast=null", "fast=2"])
+def test_scalars_of_another_type_are_refused(pair):
+    name, text = split_pair(pair)
+    with pytest.raises(UserError, match=f"parameter {name}="):
+        bind(read_parameters(SCALARS, "a"), {name: text}, "a")
+
+
+@pytest.mark.parametrize(
+    ("words", "pairs"),
+    [
+        ("a=1 b=2", ["a=1", "b=2"]),
+        ("a = 1 b=2", ["a = 1", "b=2"]),
+        ("a= 1 b =2", ["a= 1", "b =2"]),
+        ("a=[1, 2] b=3,  4 c=5", ["a=[1, 2]", "b=3, 4", "c=5"]),
+        ("a=1 fast", ["a=1", "fast"]),
+        ("fast", ["fast"]),
+        ("a= b=2", ["a=", "b=2"]),
+    ],
+)
+def test_pairs_that_a_shell_took_apart(words, pairs):
+    assert join_words(words.split()) == pairs
 
 
 def test_sources_that_are_none(project):

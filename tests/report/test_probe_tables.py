@@ -17,7 +17,7 @@ COLUMNS = ["arm", "seed", "recipe", "step", "layer", "gemm", "tensor", "metric",
 
 def frame(*rows) -> pd.DataFrame:
     """Rows of (arm, recipe, layer, gemm, tensor, metric, value) at steps 5 and 6 of seed 0."""
-    made = [(a, 0, r, step, l, g, t, m, v) for a, r, l, g, t, m, v in rows for step in (5, 6)]
+    made = [(a, 0, r, step, layer, g, t, m, v) for a, r, layer, g, t, m, v in rows for step in (5, 6)]
     return pd.DataFrame(made, columns=COLUMNS)
 
 
@@ -226,7 +226,7 @@ def test_charts_draw():
 
 def phased(*rows) -> pd.DataFrame:
     """Rows of (arm, layer, gemm, tensor, metric, step, value), each arm under its own recipe."""
-    return pd.DataFrame([(a, 0, a, s, l, g, t, m, v) for a, l, g, t, m, s, v in rows], columns=COLUMNS)
+    return pd.DataFrame([(a, 0, a, s, layer, g, t, m, v) for a, layer, g, t, m, s, v in rows], columns=COLUMNS)
 
 
 def test_phases_are_steps_in_order_with_the_range_over_layers():

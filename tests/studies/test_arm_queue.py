@@ -1,6 +1,5 @@
 """The arms in work: those of other processes, where each goes, and what its seconds are to be divided by."""
 
-import fcntl
 import os
 import threading
 import time
@@ -75,20 +74,6 @@ def test_an_arm_that_another_process_stored_meanwhile_starts_nothing(store, monk
 
     summary = run_plan(wanted, store, jobs=1, device="cpu", corpus=Meanwhile())
     assert (summary.trained, summary.elsewhere) == (["bf16-s0"], ["fp8-s0"])
-
-
-def test_a_look_at_the_holder_does_not_make_a_free_arm_busy(store):
-    lock = store.lock(small().arms[0], "cpu")
-    assert lock.acquire()
-    lock.release()
-    lock.path.touch()
-    with open(lock.path) as looking:
-        fcntl.flock(looking, fcntl.LOCK_SH)
-        done = threading.Timer(0.005, fcntl.flock, (looking, fcntl.LOCK_UN))
-        done.start()
-        assert lock.acquire()
-        done.join()
-    lock.release()
 
 
 def test_an_arm_goes_where_the_fewest_train():

@@ -19,9 +19,9 @@ import torch
 import mxfp4
 from mxfp4.analysis.study import studies
 from mxfp4.errors import UserError
+from mxfp4.locks import Lock
 from mxfp4.numerics.native import PATHS
 from mxfp4.studies import store as store_module
-from mxfp4.studies.lock import Lock
 from mxfp4.studies.store import Store
 from mxfp4.training.loop import train
 from mxfp4.training.protocols import TrainResult
@@ -222,8 +222,9 @@ def test_tables_are_readable_with_datasets_offline(store, tmp_path, monkeypatch)
 HOLD = """
 import sys, time
 from pathlib import Path
-from mxfp4.studies.lock import Lock
-assert Lock(Path(sys.argv[1])).acquire()
+from mxfp4.locks import Lock
+lock = Lock(Path(sys.argv[1]))
+assert lock.acquire()
 print("held", flush=True)
 time.sleep(600)
 """

@@ -58,7 +58,9 @@ def test_arms_of_a_seed_start_from_the_same_weights_and_see_the_same_batches():
     for name in ("bf16", "mxfp4+sr", "mxfp4+h16"):
         seen = []
         first = []
-        probe = lambda model, step, batch: first.append({k: v.clone() for k, v in model.state_dict().items()}) or []
+        probe = lambda model, step, batch, first=first: (
+            first.append({k: v.clone() for k, v in model.state_dict().items()}) or []
+        )
         config = tiny_config(recipe=name, steps=3, probe_steps=(1,))
         train(config, corpus=Watching(), device="cpu", progress=False, probe=probe)
         batches.append(torch.stack(seen))
@@ -191,7 +193,7 @@ def test_kill_9_at_a_random_step_and_resume_gives_the_same_bytes(tmp_path, recip
                 config,
                 checkpoint_dir=tmp_path / folder,
                 on_step=steps.append,
-                stop=lambda: start + len(steps) == last,
+                stop=lambda start=start, steps=steps: start + len(steps) == last,
             )
             states.append(checkpoint.newest(checkpoint.entries(tmp_path / folder), checkpoint.read))
     finally:

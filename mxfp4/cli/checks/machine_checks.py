@@ -12,12 +12,14 @@ import platform
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 
 from mxfp4.cli.checks.data_checks import Check, data_checks
-from mxfp4.directories import runs_dir
+from mxfp4.directories import make_or_pip, runs_dir
+from mxfp4.errors import missing_package
 from mxfp4.studies.scales import Scale, get_scale
 
 NEEDED = (
@@ -39,9 +41,22 @@ def diagnose(scale: str = "cpu", corpus: str | None = None) -> list[Check]:
     UserError for an unknown one of either."""
     chosen = get_scale(scale)
     return [
-        *_python(), *_packages(), *_device(scale), *_rocm(scale), _compiler(), _browser(), *data_checks(chosen, corpus),
-        _disk(), _memory(chosen), *_fit(scale, corpus),
+        *_python(), *_packages(), *_device(scale), *_rocm(scale), _compiler(), _browser(),
+        *_if_installed("data", lambda: data_checks(chosen, corpus)), _disk(),
+        *_if_installed("memory", lambda: [_memory(chosen)]), *_if_installed("plans", lambda: _fit(scale, corpus)),
     ]  # fmt: skip
+
+
+def _if_installed(name: str, checks: Callable[[], list[Check]]) -> list[Check]:
+    """Checks that import optional packages; one "missing" in their place where such a package is not there."""
+    try:
+        return checks()
+    except ModuleNotFoundError as error:
+        line = missing_package(error)
+        if line is None:
+            raise
+        package, _, command = line.partition(": ")
+        return [Check(name, "missing", f"not known: {package}", command)]
 
 
 def healthy(checks: list[Check]) -> bool:
@@ -50,6 +65,7 @@ def healthy(checks: list[Check]) -> bool:
 
 
 def as_json(checks: list[Check]) -> dict:
+    """The checks as plain data, with `ok` for all of them together."""
     return {"ok": healthy(checks), "checks": [asdict(c) for c in checks]}
 
 
@@ -74,7 +90,7 @@ def _packages() -> list[Check]:
     checks = []
     for package in NEEDED:
         version = _version(package)
-        advice = "" if version else f"run `make env` or `pip install {package}`"
+        advice = "" if version else make_or_pip("env", f"pip install {package}")
         checks.append(Check(package, "ok" if version else "missing", version or "not installed", advice))
     for package, why in OPTIONAL.items():
         version = _version(package)
@@ -103,7 +119,7 @@ def _found_device() -> list[Check]:
 
         from mxfp4.numerics.native import fp8_path, matmul_path
     except ImportError as error:
-        return [Check("device", "missing", f"torch does not import ({error})", "run `make env`")]
+        return [Check("device", "missing", f"torch does not import ({error})", make_or_pip("env", "pip install torch"))]
     if not torch.cuda.is_available():
         return [
             _no_gpu(torch),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 
-from mxfp4.errors import UserError
-
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register the sub-command."""
@@ -18,14 +16,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0; whatever would leave a hole in the site is a UserError."""
-    from mxfp4.directories import project_dir, runs_dir
+    from mxfp4.directories import checkout, runs_dir
     from mxfp4.publish.site import build_site
     from mxfp4.studies.scales import get_scale
 
     get_scale(args.scale)
-    book = project_dir() / "book"
-    if not (book / "_toc.yml").is_file():
-        raise UserError("no book/_toc.yml at or above this folder: run this in a checkout")
+    book = checkout("mxfp4 book") / "book"
     started = time.monotonic()
     site = build_site(book, runs_dir() / "notebooks" / args.scale, scale=args.scale, force=args.force)
     how = "already there" if site.skipped else f"built in {time.monotonic() - started:.0f} s"

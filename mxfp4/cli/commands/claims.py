@@ -27,12 +27,15 @@ def run(args: argparse.Namespace) -> int:
     from collections import Counter
 
     from mxfp4.analysis.claims import VERDICTS, effect_text, judge_all, load_ledger
+    from mxfp4.directories import checkout
     from mxfp4.errors import UserError
     from mxfp4.studies.scales import get_scale
     from mxfp4.studies.store import Store
 
     if args.study:
         return _study(args)
+    if args.ledger is None:
+        checkout("mxfp4 claims without --ledger FILE")
     claims = load_ledger(args.ledger)
     if args.id:
         known = [c.id for c in claims]
@@ -51,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{v.verdict.upper():<29} {v.claim.id}")
         print(textwrap.fill(v.claim.claim, 100, initial_indent="  ", subsequent_indent="  "))
         print(f"  published: {figure.text} ({figure.cite})")
-        if v.effect is not None:
+        if v.effect is not None and v.study is not None:
             seeds = ", ".join(map(str, v.effect.seeds))
             print(f"  ours: {effect_text(v.effect)}, over {v.effect.over}; seeds {seeds}; scale {v.study.scale}")
             if v.effect.note:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 from collections import Counter
 
@@ -20,6 +21,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="M",
         help="cut what is missing into slices of M minutes of one device; `mxfp4 train --fit-minutes M` trains the first",
     )
+    parser.add_argument("--json", action="store_true", help="print the arms and what is left as JSON")
     parser.set_defaults(handler=run)
 
 
@@ -34,6 +36,9 @@ def run(args: argparse.Namespace) -> int:
     status = plan.status(store, args.device or (None if plan.scale.name == "cpu" else "cuda"))
     records = store.load(plan.scale.name)
     study_of = {record.key: study for study in studies(records) for record in study.records}
+    if args.json:
+        print(json.dumps(_as_json(args, status, study_of), indent=1, allow_nan=False))
+        return 0
     devices = {r.machine["device"] for r in records}
     device = devices.pop() if len(devices) == 1 else "device"
     width = max(len(a.config.recipe) for a in status)
@@ -45,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         _print_slices([a for a in status if not a.done], args.slice_minutes)
     parts = parts_of(args.plan, plan.scale)
     if plan.name == WHOLE:
-        parts = [part for part in study_parts() if part != WHOLE]
+        parts = tuple(part for part in study_parts() if part != WHOLE)
     if len(parts) > 1:
         print()
         by_config = {a.config: a for a in status}
@@ -61,6 +66,45 @@ def run(args: argparse.Namespace) -> int:
         print(f"left: {tokens:,} training tokens, {_cost([a for a in status if not a.done], device)}")
         print(f"`{_train_command(args)}` trains them")
     return 0
+
+
+def _as_json(args: argparse.Namespace, status: list, study_of: dict) -> dict:
+    """The arms, what is left of them and the command that trains it; times in seconds of one device."""
+    from mxfp4.studies.plans import slices
+
+    def ending(arm) -> str:
+        if not arm.done:
+            return "begun" if arm.step else "missing"
+        study = study_of.get(arm.record.key)
+        return study.ending(arm.record) if study else arm.record.outcome["status"]
+
+    left = [a for a in status if not a.done]
+    return {
+        "plan": args.plan,
+        "scale": args.scale,
+        "arms": [
+            {
+                "recipe": a.config.recipe,
+                "seed": a.config.seed,
+                "corpus": a.config.corpus,
+                "weights": a.config.model.n_params_non_embedding(),
+                "status": ending(a),
+                "run_id": a.record.run_id if a.done else None,
+                "step": a.record.outcome["step"] if a.done else a.step,
+                "steps": a.config.steps,
+                "loss": a.record.outcome["final_loss"] if a.done else None,
+                "seconds_left": a.seconds,
+                "estimated_by": a.basis or None,
+            }
+            for a in status
+        ],
+        "tokens_left": sum((a.config.steps - a.step) * a.config.tokens_per_step for a in left),
+        "slices": [
+            [{"recipe": a.config.recipe, "seed": a.config.seed, "seconds": a.seconds} for a in arms]
+            for arms in (slices(left, args.slice_minutes) if args.slice_minutes else ())
+        ],
+        "command": _train_command(args) if left else None,
+    }
 
 
 def _print_slices(missing: list, minutes: float) -> None:

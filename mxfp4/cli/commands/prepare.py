@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mxfp4.errors import UserError
-from mxfp4.studies.scales import Scale, get_scale
+
+if TYPE_CHECKING:
+    from mxfp4.studies.scales import Scale
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -38,6 +41,7 @@ def shard_range(text: str) -> tuple[int, int]:
 def run(args: argparse.Namespace) -> int:
     """Exit code 0; errors are UserError."""
     from mxfp4.data.packing import prepare  # imports torch
+    from mxfp4.studies.scales import get_scale
 
     scale = get_scale(args.scale)
     corpus, vocab_size = args.corpus or scale.corpus, args.vocab_size or scale.model.vocab_size

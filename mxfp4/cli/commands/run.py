@@ -31,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when every notebook is there; a failing one ends as UserError, after the others have run."""
     from mxfp4.publish.notebook import chapter_sources, find_source, read_source, run_notebook, shown
-    from mxfp4.publish.parameters import split_pair
+    from mxfp4.publish.parameters import join_words, split_pair
 
     if args.all == bool(args.notebook):
         raise UserError("say which notebook, or --all")
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             for line, what in declared.items():
                 print(f"  {line:<{width}}  {what}")
         return 0
-    params = dict(split_pair(pair) for pair in args.pairs)
+    params = dict(split_pair(pair) for pair in join_words(args.pairs))
     failures = []
     for source in sources:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 from mxfp4.errors import UserError
 
@@ -39,6 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     dry = parser.add_argument_group("dry run", "what it would take, with nothing run; exit code 1 if it cannot fit")
     dry.add_argument("--dry-run", action="store_true", help="arms, GPU-hours, memory, disk, what is there already")
     dry.add_argument("--gpu-memory", type=float, metavar="GB", help="memory of a GPU meant (default: this machine's)")
+    dry.add_argument("--json", action="store_true", help="print the answer as JSON")
     parser.add_argument(
         "--keep-weights", action="store_true",
         help="also leave the trained weights, in runs/weights/<scale>/<run id>/, for `mxfp4 export`; an arm that has a "
@@ -97,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--again sets records aside: it goes with --arm RECIPE (and --seed S), and not with --dry-run")
     if args.dry_run:
         return _dry_run(args)
+    if args.json:
+        raise UserError("--json goes with --dry-run; `mxfp4 status --json` and `mxfp4 plan --json` show runs")
     if args.gpu_memory is not None:
         raise UserError(
             f"--gpu-memory {args.gpu_memory:g} goes with --dry-run: training takes the memory that there is"
@@ -148,13 +152,13 @@ def _dry_run(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from mxfp4.cli.checks.dry_run import dry_run
-    from mxfp4.cli.checks.dry_run_text import text
+    from mxfp4.cli.checks.dry_run_text import as_json, text
 
     plan = _as_asked(chosen_plan(args), args)
     if args.jobs is not None:
         plan = replace(plan, scale=replace(plan.scale, jobs=args.jobs))
     result = dry_run(plan, _store(), gpus=args.gpus, memory_gb=args.gpu_memory, keep_weights=args.keep_weights)
-    print(text(result))
+    print(json.dumps(as_json(result), indent=1, allow_nan=False) if args.json else text(result))
     return 1 if result.problems else 0
 
 

@@ -68,7 +68,11 @@ def path_of(folder: Path | str, step: int, *, split: bool) -> Path:
 
 
 def step_of(path: Path) -> int:
-    return int(_NAME.fullmatch(path.name)[1])
+    """The step in a checkpoint's name."""
+    name = _NAME.fullmatch(path.name)
+    if name is None:
+        raise ValueError(f"{path.name} is no checkpoint's name")
+    return int(name[1])
 
 
 def read(path: Path, map_location="cpu") -> dict:

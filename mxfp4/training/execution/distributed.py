@@ -33,7 +33,7 @@ PATIENCE = timedelta(days=7)  # for agreements: rank 0 may be packing a corpus. 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of its run. The default is a process by itself."""
+    """Which process of its run this one is. The default is a process by itself."""
 
     rank: int = 0
     """0 to size - 1. Rank 0 reports and writes records."""
@@ -110,7 +110,7 @@ _here = ALONE
 
 
 def here() -> Ranks:
-    """This process's ranks: those of the `joined` that it is in, else itself alone."""
+    """Ranks of this process: those of the `joined` that it is in, else itself alone."""
     return _here
 
 

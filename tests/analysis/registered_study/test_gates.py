@@ -26,7 +26,9 @@ def runs(part="main", full=(3.0, 3.004, 2.996), fall=0.22, arm="bf16"):
 
 def probes(**values):
     rows = [
-        (part, "mxfp4", 0, f"{tensor}-kurtosis", v) for part, pair in values.items() for tensor, v in zip("xg", pair)
+        (part, "mxfp4", 0, f"{tensor}-kurtosis", v)
+        for part, pair in values.items()
+        for tensor, v in zip("xg", pair, strict=True)
     ]
     return pd.DataFrame(rows, columns=PROBE_COLUMNS)
 

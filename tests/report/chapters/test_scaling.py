@@ -59,7 +59,9 @@ def test_trend_is_the_slope_for_three_times_the_parameters(tmp_path):
     slope = float(grows.numbers["slope"].iloc[0].split()[0])
     steps = [
         math.log(b / a, 3)
-        for a, b in zip(*[[replace(BIG, n_layers=n).n_params_non_embedding() for n in LAYERS][k:] for k in (0, 1)])
+        for a, b in zip(
+            *[[replace(BIG, n_layers=n).n_params_non_embedding() for n in LAYERS][k:] for k in (0, 1)], strict=False
+        )
     ]
     assert min(0.01 / s for s in steps) < slope < max(0.0102 / s for s in steps)
 
