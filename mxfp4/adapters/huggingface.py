@@ -1,8 +1,7 @@
 """Hugging Face: our recipes under its Trainer, and our models in its format.
 
 Training: `mxfp4.convert` takes a transformers model as it is, mixtures of experts too. Names and shapes of its
-state_dict do not change, and gradient checkpointing works (of a recipe that draws random numbers where each forward of
-a layer is followed by its backward: see `block_quantize.draw_seed`).
+state_dict do not change, and gradient checkpointing works, reentrant or not.
 
     model = mxfp4.convert(LlamaForCausalLM.from_pretrained(...), "mxfp4+h16")
     Trainer(model=model, callbacks=[set_step_callback()], ...).train()
@@ -82,7 +81,7 @@ def forget(model) -> None:
 
 
 def set_step_callback() -> TrainerCallback:
-    """A callback that makes the recipe's random numbers a function of the Trainer's step, so that a resumed run draws
+    """A callback that makes the recipe's random numbers a function of the Trainer's step and rank, so that a resumed run draws
     those of one that was not interrupted. Needs transformers. Training then raises ValueError for a model without a
     converted layer."""
     from transformers import TrainerCallback
@@ -94,7 +93,7 @@ def set_step_callback() -> TrainerCallback:
             logging.getLogger("mxfp4").info("%s", report(model))
 
         def on_step_begin(self, args, state, control, model=None, **kwargs):
-            set_step(model, state.global_step + 1)
+            set_step(model, state.global_step + 1, rank=args.process_index)
 
     return SetStep()
 

@@ -31,7 +31,7 @@ import torch
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.components.validate import Validator
-from torchtitan.distributed.parallel_dims import MeshAxisName, SpmdLayout
+from torchtitan.distributed.parallel_dims import MeshAxisName
 from torchtitan.models.common.attention import FusedQKVLinear, QKVLinear
 from torchtitan.models.common.decoder_sharding import dense_activation_placement
 from torchtitan.models.common.linear import Linear
@@ -75,10 +75,8 @@ class TitanLinear(MXFP4Linear, Module):
                 rowwise = sharding.state_shardings["weight"].per_axis_spmd_types().get(TP) == spmd.S(1)
                 inside = dense_activation_placement(tp=spmd.S(-1) if rowwise else spmd.R)
                 gradient = dense_activation_placement(tp=spmd.S(-1) if rowwise else spmd.P)
-                varies = SpmdLayout({axis: spmd.V for axis in (MeshAxisName.DP, MeshAxisName.CP, TP)})
                 layer._sharding_config = replace(
                     sharding,
-                    state_shardings={**sharding.state_shardings, "rng": varies},
                     in_src_shardings={"x": inside},
                     in_dst_shardings={"x": inside},
                     local_map=LocalMapConfig(in_grad_placements=(gradient,)),
@@ -90,10 +88,6 @@ class TitanLinear(MXFP4Linear, Module):
             self, config.in_features, config.out_features, config.bias, recipe=config.recipe, fqn=config.fqn,
             seed=config.seed, n_layers=config.n_layers,
         )  # fmt: skip
-        self.rng = None  # made by _init_self_buffers on the real device, and not sharded
-
-    def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
-        self.init_rng(buffer_device or self.weight.device)
 
 
 class SplitQKVLinear(QKVLinear):
@@ -234,9 +228,8 @@ class MXFP4Trainer(Trainer):
         """One optimizer step; its random numbers are a function of its number, others on each data-parallel rank."""
         dims = self.parallel_dims
         rank = dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0
-        forwards = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
         for part in self.model_parts:
-            set_step(part, self.step, rank * forwards)
+            set_step(part, self.step, rank=rank)
         super().train_step(data_iterator)
 
 

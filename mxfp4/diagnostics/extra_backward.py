@@ -84,10 +84,7 @@ def gradients(
     inside `untouched`: parameters are left without gradients.
     """
     with swapped(model, name):
-        set_step(model, step)
-        for layer in quantized_layers(model).values():
-            if layer.recipe.is_random:
-                layer.rng[1] += draw << 10
+        set_step(model, step, draw << 10, rank=0)
         objective = token_loss(model, batch)
         balance = model.balance_loss() if hasattr(model, "balance_loss") else None
         if balance is not None:

@@ -201,7 +201,7 @@ class _Look:
         return layer.recipe if name == layer.recipe.name else recipe_of(layer, name, self.n_layers)
 
     def _seed(self, fqn: str, draw: int) -> Tensor:
-        return operand_error.fresh_seed(self.layers[fqn].rng[0], self.step, draw)
+        return operand_error.fresh_seed(self.layers[fqn].draws.state[0], self.step, draw)
 
     def _layer(self, name: str, layer: Captured, before: _Seen | None) -> None:
         """Operands, products and error patterns of one layer under one recipe."""

@@ -6,7 +6,6 @@ is always seen. The exception is asked for: inside `weights_kept` the forwards s
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,7 +20,7 @@ from mxfp4.layers.plan import SAVES, LayerPlan, layer_plan, size_problem
 from mxfp4.layers.quest import project
 from mxfp4.layers.recipe import Recipe, recipe
 from mxfp4.numerics.formats import check_float, one_of
-from mxfp4.numerics.ops import block_quantize as ops
+from mxfp4.numerics.ops.draws import LayerDraws, default_rank
 from mxfp4.numerics.ops.matmul import as_dtype
 
 
@@ -79,8 +78,9 @@ class MXFP4Linear(nn.Linear):
     """nn.Linear, its GEMMs quantized by a recipe. Same parameters, same shapes, same state_dict.
 
     recipe: a recipe's name or a Recipe; `fqn`: the layer's full name, which picks the recipe's overrides and, with
-    `n_layers`, whether it belongs to a tail in BF16, and with `seed`, the layer's random numbers. Every forward draws
-    new ones; `set_step` makes them a function of the step. `save`: how MX and FP8 operands wait for the backward on
+    `n_layers`, whether it belongs to a tail in BF16, and with `seed`, the layer's random numbers. Every forward of a
+    training draws new ones; `set_step` makes them a function of the step. In eval mode stochastic rounding becomes
+    nearest and random rotations stay the same, unless `draws_in_eval` is set. `save`: how MX and FP8 operands wait for the backward on
     chips that do not multiply them packed: as "values" (2 bytes an element on a GPU) or "packed" (0.53, FP8 1, unpacked
     in the backward); the results are the same.
     Raises ValueError where a feature size is not a positive multiple of what the recipe's blocks and rotations need;
@@ -93,6 +93,7 @@ class MXFP4Linear(nn.Linear):
     ):  # fmt: skip
         super().__init__(in_features, out_features, bias, **kw)
         self.save = one_of("save", save, SAVES)
+        self.draws_in_eval = False
         self.weight_cache: dict | None = None  # what forwards share of the quantized weight, inside `weights_kept`
         self._plans: tuple[Recipe, dict] | None = None
         self._configure(recipe, fqn, seed, n_layers)
@@ -105,21 +106,23 @@ class MXFP4Linear(nn.Linear):
         options = {"recipe": recipe, "fqn": fqn, "seed": seed, "n_layers": n_layers, "save": save}
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta", **options)
         layer.weight, layer.bias = linear.weight, linear.bias
-        layer.init_rng(linear.weight.device)
+        layer.draws.on(linear.weight.device)
         return layer.train(linear.training)
 
     def _configure(self, name, fqn: str, seed: int, n_layers: int) -> None:
-        self.fqn, self.key = fqn, _layer_key(seed, fqn)
+        self.fqn, self.draws = fqn, LayerDraws(seed, fqn)
         self.recipe = recipe(name).for_layer(fqn, n_layers)
         problem = size_problem(self.in_features, self.out_features, self.recipe)
         if problem:
             raise ValueError(f"layer {fqn or type(self).__name__!r}: {problem}")
-        self.register_buffer("rng", None, persistent=False)  # (key of the layer, forwards so far)
-        self.init_rng(self.weight.device)
+        self.draws.on(self.weight.device)
 
-    def init_rng(self, device: torch.device | None) -> None:
-        """Start the layer's random numbers anew, on `device`; also after `to_empty` from the meta device."""
-        self.rng = torch.tensor([self.key, 0], dtype=torch.int64, device=device)
+    def _apply(self, fn, recurse: bool = True):
+        super()._apply(fn, recurse)
+        own = next(self.parameters(), None)
+        if own is not None:  # before a graph is captured or compiled
+            self.draws.on(own.device)
+        return self
 
     @property
     def keepable(self) -> bool:
@@ -134,13 +137,14 @@ class MXFP4Linear(nn.Linear):
     def plan(self, device: torch.device | str | None = None, needs_grad: tuple[bool, bool] = (True, True)) -> LayerPlan:
         """What the layer's GEMMs do to their operands on `device` (None: the weight's), where X and W need a gradient or
         not: printed as a table. Made once for each."""
+        nearest = not (self.training or self.draws_in_eval)
         if torch.compiler.is_compiling():  # a constant there
-            return layer_plan(self.recipe, self.weight.device, needs_grad, self.save)
+            return layer_plan(self.recipe, self.weight.device, needs_grad, self.save, nearest)
         if self._plans is None or self._plans[0] is not self.recipe:
             self._plans = self.recipe, {}
-        plans, key = self._plans[1], (device or self.weight.device, needs_grad)
+        plans, key = self._plans[1], (device or self.weight.device, needs_grad, nearest)
         if key not in plans:
-            plans[key] = layer_plan(self.recipe, torch.device(key[0]), needs_grad, self.save)
+            plans[key] = layer_plan(self.recipe, torch.device(key[0]), needs_grad, self.save, nearest)
         return plans[key]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -162,7 +166,10 @@ class MXFP4Linear(nn.Linear):
             flat = nn.functional.pad(flat, (0, 0, 0, padded - tokens))
         if self.recipe.quest:
             flat, weight = project(flat, out_dtype), project(weight, out_dtype)
-        seed = ops.draw_seed(self.rng) if plan.is_random else None
+        seed = None
+        if plan.is_random:
+            draws = self.training or self.draws_in_eval
+            seed = self.draws.next(weight.device) if draws else self.draws.in_evaluation(weight.device)
         y = _QuantizedLinear.apply(flat, weight, plan, seed, out_dtype, self.weight_cache)
         if padded != tokens:
             y = y[:tokens]
@@ -174,16 +181,18 @@ class MXFP4Linear(nn.Linear):
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
 
 
-def set_step(model: nn.Module, step: int, forwards: int = 0) -> None:
-    """Make the random numbers of every MXFP4Linear a function of (seed, layer, step, forwards of it): resumable.
+def set_step(model: nn.Module, step: int, forwards: int = 0, rank: int | None = None) -> None:
+    """Make the random numbers of every MXFP4Linear a function of (seed, layer, rank, step, forwards of it): resumable.
 
-    forwards: how many of the step's forwards went before the next one, on other ranks.
+    forwards: how many of the step's forwards went before the next one. rank: of the process among those that share a
+    step's batch; None is torch.distributed's, or 0. Draws of two ranks are independent.
     """
-    layers = (m for m in model.modules() if isinstance(m, MXFP4Linear) and m.recipe.is_random)
-    counters = [layer.rng[1:] for layer in layers]
-    if counters:  # all of them in a launch or two
-        torch._foreach_zero_(counters)
-        torch._foreach_add_(counters, (step << 20) + forwards)
+    rank = default_rank() if rank is None else rank
+    layers = [m for m in model.modules() if isinstance(m, MXFP4Linear) and m.recipe.is_random]
+    counts = [count for layer in layers if (count := layer.draws.set(step, forwards, rank)) is not None]
+    if counts:  # all of them in a launch or two
+        torch._foreach_zero_(counts)
+        torch._foreach_add_(counts, layers[0].draws.position)
 
 
 @contextmanager
@@ -210,8 +219,3 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
         hook.remove()
         for layer in layers:
             layer.weight_cache = None
-
-
-def _layer_key(seed: int, fqn: str) -> int:
-    digest = hashlib.blake2b(f"{seed}:{fqn}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)

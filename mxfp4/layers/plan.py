@@ -26,7 +26,7 @@ import torch
 from mxfp4.layers.recipe import GEMMS, ROTATIONS, TENSORS, Gemm, Operand, Recipe
 from mxfp4.numerics.formats import BLOCK
 from mxfp4.numerics.hadamard import Hadamard
-from mxfp4.numerics.native import fp8_path, matmul_path
+from mxfp4.numerics.native import compile_time_constant, fp8_path, matmul_path
 from mxfp4.numerics.operand_plan import OperandPlan
 from mxfp4.numerics.ops.matmul import gemm_dtype
 from mxfp4.numerics.philox import random_signs
@@ -150,15 +150,20 @@ def _columns(plan: OperandPlan) -> tuple[str, ...]:
 # The decision
 
 
-@torch.compiler.assume_constant_result
-def layer_plan(recipe: Recipe, device: torch.device, needs_grad: tuple[bool, bool], save: str) -> LayerPlan:
-    """The plan of a layer with `recipe` (no overrides) on `device`; needs_grad: of X, of W. `save`: one of SAVES."""
+@compile_time_constant
+def layer_plan(
+    recipe: Recipe, device: torch.device, needs_grad: tuple[bool, bool], save: str, nearest: bool = False
+) -> LayerPlan:
+    """The plan of a layer with `recipe` (no overrides) on `device`; needs_grad: of X, of W. `save`: one of SAVES.
+    nearest: where the recipe rounds stochastically, round to nearest."""
     native = matmul_path(device) == "native", fp8_path(device) == "native"
-    return _layer_plan(recipe, gemm_dtype(device), native, needs_grad, save)
+    return _layer_plan(recipe, gemm_dtype(device), native, needs_grad, save, nearest)
 
 
 @lru_cache(maxsize=1024)
-def _layer_plan(recipe: Recipe, values_dtype, native, needs_grad, save) -> LayerPlan:
+def _layer_plan(recipe: Recipe, values_dtype, native, needs_grad, save, nearest=False) -> LayerPlan:
+    if nearest:
+        return _layer_plan(recipe.to_nearest(), values_dtype, native, needs_grad, save)
     need_x, need_w = needs_grad
     units = {gemm: _units(getattr(recipe, gemm), *native) for gemm in GEMMS}
     operands = recipe.operands()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from mxfp4.layers.convert import convert
-from mxfp4.layers.linear import MXFP4Linear
 from mxfp4.layers.recipe import Recipe
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.execution.distributed import Ranks
@@ -18,11 +17,7 @@ def initial_model(config: TrainConfig, device: torch.device, ranks: Ranks) -> Ll
         return convert(build_model(config.model, config.seed, device), config.recipe, seed=config.seed)
     with torch.device("meta"):
         model = convert(Llama(config.model), config.recipe, seed=config.seed)
-    model = ranks.shard(model, device).init_weights(config.seed)
-    for module in model.modules():
-        if isinstance(module, MXFP4Linear):
-            module.init_rng(device)
-    return model
+    return ranks.shard(model, device).init_weights(config.seed)
 
 
 def in_recipe(model: Llama, config: TrainConfig, name: str | Recipe) -> Llama:

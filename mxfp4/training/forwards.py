@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from mxfp4.layers.linear import set_step, weights_kept
+from mxfp4.layers.linear import weights_kept
 from mxfp4.layers.post_training import NAMES as POST_TRAINING
 from mxfp4.layers.post_training import quantize_after_training
 from mxfp4.layers.recipe import recipe
@@ -52,7 +52,6 @@ class Forwards:
                 found[name] = found[OWN]
             elif name not in found:
                 model = self._model(name)
-                set_step(model, step)
                 with weights_kept(model):
                     found[name] = judge_windows(model, windows, config.batch_size // config.micro_batches, self.copied)
         return found

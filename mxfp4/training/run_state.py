@@ -112,7 +112,7 @@ class Run:
                 self.probes += look(self.model, self.step, batch)
             self.optimizer.zero_grad(set_to_none=True)
             self.timed_from = None
-        set_step(self.model, self.step, self._parts()[0])
+        set_step(self.model, self.step, self._parts()[0], rank=0)  # the same on any number of ranks
         lr = learning_rate(config, self.step)
         set_learning_rate(self.optimizer, lr)
         self.pending.append((self.step, lr, self.update(batch)))
@@ -234,7 +234,7 @@ class Run:
         started = time.perf_counter()
         batch_size = self.config.batch_size // self.config.micro_batches
         mine, most = self.ranks.share(-(-len(self.eval_windows) // batch_size))
-        set_step(self.model, self.step, mine.start + (self.config.micro_batches if self.step else 0))
+        set_step(self.model, self.step, mine.start + (self.config.micro_batches if self.step else 0), rank=0)
         if self.config.eval_forwards:
             self._evaluate_forwards()
         else:

@@ -104,7 +104,7 @@ def test_a_recipe_that_tells_q_k_and_v_apart_gets_three_matrices():
     found = layers(model)
     qkv = {w: found[f"layers.0.attention.qkv_linear.{w}"] for w in ("wq", "wk", "wv")}
     assert [layer.recipe.fprop.a.format for layer in qkv.values()] == ["mxfp8", "mxfp8", "mxfp4"]
-    assert len({int(layer.rng[0]) for layer in qkv.values()}) == 3
+    assert len({int(layer.draws.state[0]) for layer in qkv.values()}) == 3
     stock = built(spec_of(None))
     assert model.state_dict().keys() == stock.state_dict().keys()
     for w, layer in qkv.items():  # the same distribution, and not ones or zeros
@@ -229,7 +229,7 @@ def a_run(tmp_path, steps: int, out: str, name: str = "mxfp4+rht16"):
 def test_the_trainer_trains_and_a_resumed_run_is_the_uninterrupted_one(cpu_for_cuda, tmp_path):
     trainer, straight = a_run(tmp_path, 4, "straight")
     some = next(iter(layers(trainer.model_parts[0]).values()))
-    assert int(some.rng[1]) == (4 << 20) + 1  # set_step, then one forward; none for the recomputation
+    assert int(some.draws.state[1]) == (4 << 20) + 1  # set_step, then one forward; none for the recomputation
     a_run(tmp_path, 2, "stopped")
     _, resumed = a_run(tmp_path, 4, "stopped")
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
@@ -268,8 +268,6 @@ def _two_layers(rank: int, world: int, name: str, results) -> None:
         for layer in made:
             layer.parallelize(dims)
         context = distributed.get_spmd_context(parallel_dims=dims, spmd_typechecking=False)()
-    for layer in made:
-        layer.init_rng(torch.device("cpu"))
     x = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
     with context:
         y = made[1](torch.nn.functional.silu(made[0](x)))

@@ -40,7 +40,7 @@ def run(chosen: Recipe, sizes: tuple[int, int, int], save: str, path: str) -> tu
     """(Y, dX, dW), each over its operands' norms; `path` "native": on a chip that multiplies FP8 tensors itself."""
     tokens, inside, outside = sizes
     torch.manual_seed(0)
-    layer = MXFP4Linear(inside, outside, bias=False, recipe=chosen, save=save)
+    layer = MXFP4Linear(inside, outside, bias=False, recipe=chosen, save=save, fqn="a")
     x, grad = torch.randn(tokens, inside, requires_grad=True), torch.randn(tokens, outside)
     set_step(layer, 3)
     with pytest.MonkeyPatch.context() as patch:

@@ -51,7 +51,7 @@ def test_compiled_code_takes_the_strides_of_any_input(name):
     results = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        layer = MXFP4Linear(64, 128, bias=False, recipe=name)
+        layer = MXFP4Linear(64, 128, bias=False, recipe=name, fqn="a")
         y = (torch.compile(layer, fullgraph=True) if compiled else layer)(x)
         y.backward(grad)
         results.append((y.detach(), layer.weight.grad))

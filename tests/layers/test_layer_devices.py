@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from fractions import Fraction
 
 import pytest
@@ -13,6 +12,7 @@ from mxfp4.layers import plan as plans
 from mxfp4.layers.gemms import operand
 from mxfp4.numerics.native import fp8_path
 from tests.fakes import oracle
+from tests.fakes.draws import twin
 
 gpu = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -91,7 +91,7 @@ def test_a_gpu_computes_what_the_cpu_does(name, device):
     torch.manual_seed(4)
     x, grad = torch.randn(96, 128), torch.randn(96, 192)
     here = MXFP4Linear(128, 192, bias=False, recipe=name, fqn="layers.0.attention.wo", n_layers=1 + 7 * ("nv" in name))
-    there = copy.deepcopy(here).to(device)
+    there = twin(here).to(device)
     for layer in (here, there):
         set_step(layer, 11)
     results = run(there, x, grad)
@@ -114,7 +114,7 @@ def test_compiled_on_a_gpu_equals_eager(name, device):
         plans.takes_packed(getattr(recipe(name), which), mx=False, fp8=True) for which in GEMMS
     )
     eager = MXFP4Linear(256, 512, bias=False, recipe=name, fqn="layers.0.attention.wq", device=device)
-    compiled = copy.deepcopy(eager)
+    compiled = twin(eager)
     function = torch.compile(compiled, fullgraph=True)
     x, grad = torch.randn(160, 256, device=device), torch.randn(160, 512, device=device).bfloat16()
     for step in range(2):

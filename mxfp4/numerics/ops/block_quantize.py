@@ -26,7 +26,7 @@ _library.define("draw_seed(Tensor(a!) counter) -> Tensor")
 
 @torch.library.impl(_library, "draw_seed", "CompositeExplicitAutograd")
 def _draw_seed(counter):
-    key, count = counter.unbind()
+    key, count = counter[0], counter[1]
     if torch._C._current_graph_task_id() != -1:  # activation checkpointing runs a forward again inside a backward
         return torch.add(key, count - 1, alpha=_GOLDEN)
     seed = torch.add(key, count, alpha=_GOLDEN)
@@ -39,11 +39,8 @@ def _draw_seed_shape(counter):
     return counter.new_empty(())
 
 
-# int64 [2], (key, draws so far) -> the next seed; counts the draw. As one operator a compiler cannot recompute it after
-# the count has moved on; where a forward is run again for its gradients, it gives the last seed once more, so that the
-# gradients are those of what the first forward computed: of the layer's last forward. Of two forwards before the first
-# backward, as in a pipeline or of a shared layer, only checkpointing that keeps the drawn seeds (`training.recompute`)
-# gives the first one its own.
+# int64 [2 or more], (key, draws so far, ...) -> the next seed; counts the draw. As one operator a compiler cannot
+# recompute it after the count has moved on. Inside a backward it gives the last seed again. See `draws.py`.
 draw_seed = torch.ops.mxfp4.draw_seed.default
 
 

@@ -48,7 +48,7 @@ def test_the_captured_step_gives_the_same_curve_and_weights(name, compile):
 def test_random_numbers_and_the_learning_rate_go_on_in_replays():
     config = tiny_config(recipe="mxfp4+sr", steps=8)
     result = run(config, capture=True)
-    counter = result.model.layers[0].attention.wq.rng[1].item()
+    counter = result.model.layers[0].attention.wq.draws.state[1].item()
     assert counter >> 20 == 8 and counter & 0xFFFFF > 0
     assert result.curve[-1]["lr"] == pytest.approx(config.lr_min)
 
