@@ -57,8 +57,7 @@ class LayerDraws:
         self.copies += 1
         twin.rank, twin.position = self.rank, self.position
         if self.state is not None:
-            twin.on(self.state.device)
-            twin.state[1].copy_(self.state[1])
+            twin.on(self.state.device)[1].copy_(self.state[1])
         return twin
 
     def on(self, device: torch.device) -> Tensor:
@@ -75,11 +74,12 @@ class LayerDraws:
         """Go to a step, a number of forwards and a rank. Returns the count on the device, int64 [1], which the caller has to
         set to `position`: in place, as a CUDA graph may hold it."""
         self.position, self.unrepeatable = step * FORWARDS_A_STEP + forwards, 0
-        there = self.state is not None and not self.state.is_meta
-        if there and rank != self.rank:
+        moved, self.rank = rank != self.rank, rank
+        if self.state is None or self.state.is_meta:
+            return None
+        if moved:
             self.state[0].fill_(self.key(rank))
-        self.rank = rank
-        return self.state[1:2] if there else None
+        return self.state[1:2]
 
     def in_evaluation(self, device: torch.device) -> Tensor:
         """The seed of every evaluation: the same at each call and on each rank."""
