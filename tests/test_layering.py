@@ -28,6 +28,7 @@ FOLDERS = (
     "analysis.registered_study",
     "bench",
     "report",
+    "report.registered",
     "report.chapters",
     "publish",
     "cli.checks",

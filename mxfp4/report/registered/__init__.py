@@ -1,0 +1,1 @@
+"""The registered study on the pages: costs, verdicts, curves, the answer."""
