@@ -22,6 +22,7 @@ import re
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
@@ -167,9 +168,9 @@ class Recipe:
         """
         part = self.part_of(fqn, n_layers, index=index, aliases=aliases)
         if part == "tail":
-            return Recipe(self.name, **BASES["bf16"])
+            return _interned(Recipe(self.name, **BASES["bf16"]))
         gemms = {gemm: getattr(part, gemm) for gemm in GEMMS} if isinstance(part, Override) else {}
-        return replace(self, **gemms, overrides=(), bf16_tail=0.0)
+        return _interned(replace(self, **gemms, overrides=(), bf16_tail=0.0))
 
     def part_of(
         self, fqn: str, n_layers: int = 0, *, index: int | None = None, aliases: tuple[str, ...] = ()
@@ -248,6 +249,12 @@ class Recipe:
 
 BLOCK_LISTS = ("layers", "layer", "h", "blocks", "block")
 """What models call their lists of blocks."""
+
+
+@lru_cache(maxsize=1024)
+def _interned(r: Recipe) -> Recipe:
+    """One object for equal recipes, so that compiled code serves every layer that has one."""
+    return r
 
 
 def layer_index(fqn: str) -> int | None:
