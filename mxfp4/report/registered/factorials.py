@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from mxfp4.analysis.registered_study.contrasts import factorial_effect
-from mxfp4.report.charts import PALETTE
+from mxfp4.report.charts import PALETTE, say, show, table
 from mxfp4.report.registered.study_report import StudyReport
 
 OUTCOME = "log_excess"
@@ -36,6 +36,21 @@ def failed_cells(report: StudyReport, name: str) -> pd.DataFrame:
     found = cells.assign(failed=np.isinf(cells["value"].astype(float))).groupby(factors, as_index=False)
     counted = found.agg(failed=("failed", "sum"), seeds=("seed", "nunique"))
     return counted[counted["failed"] > 0]
+
+
+def show_factorial(report: StudyReport, name: str, *, title: str) -> None:
+    """Display the effects of a factorial and a table of its failed cells, or say that there is nothing to draw."""
+    effects, failed = factorial_effects(report, name), failed_cells(report, name)
+    if not np.isfinite(effects["value"].astype(float)).any():
+        say("The factorial is not complete: a cell has no record yet.")
+    else:
+        caption = (
+            "Points right of zero raise the loss. Bars are 95 % intervals, over the settings of the other factors or, with "
+            "two seeds a cell, over seeds."
+        )
+        show(effects_chart(effects, title=title), caption=caption)
+    if len(failed):
+        table(failed, caption="Cells in which a run diverged or stalled.")
 
 
 def effects_chart(effects: pd.DataFrame, *, title: str) -> alt.LayerChart:

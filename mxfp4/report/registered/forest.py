@@ -77,6 +77,22 @@ def show_costs(costs: pd.DataFrame, *, title: str, reference: str = "bf16", subt
         show(forest(costs, title=title, reference=reference, subtitle=subtitle), caption=caption)
 
 
+def show_matrix(matrix: pd.DataFrame, *, title: str, caption: str) -> None:
+    """Display `matrix_chart`, or say that there is nothing to draw."""
+    if matrix.empty:
+        say("No run that was judged in several forwards is recorded yet.")
+    else:
+        show(matrix_chart(matrix, title=title), caption=caption)
+
+
+def show_curves(curves: pd.DataFrame, *, title: str, order: Sequence[str], caption: str) -> None:
+    """Display `curves_chart`, or say that there is nothing to draw."""
+    if curves.empty:
+        say(f"No run of {', '.join(order)} is recorded yet.")
+    else:
+        show(curves_chart(curves, title=title, order=order), caption=caption)
+
+
 def matrix_chart(matrix: pd.DataFrame, *, title: str) -> alt.LayerChart:
     """Trained in (rows), evaluated in (columns): the loss over BF16 trained and evaluated in BF16, as a heat map."""
     data = matrix.assign(forward=matrix["forward"].replace("own", "its own"), text=matrix["cost"].map(signed))
