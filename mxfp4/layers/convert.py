@@ -168,16 +168,16 @@ class _Picker:
         if not (self._can(m) or refused) or isinstance(m, MXFP4Linear):
             return []
         self.asked.append(fqn)
-        wanted = {self._asks(m, name) for name in names}
-        if len(wanted) > 1 and self.explicit:
+        answers = {self._asks(m, name) for name in names}
+        if len(answers) > 1 and self.explicit:
             raise ValueError(
                 f"{' and '.join(map(repr, names))} are one module; filter_fn must hold for all or for none"
             )
         layers = self._layers(m, names) if not refused else []
-        if wanted != {True}:
-            said = getattr(self.keep, "reason", "filter_fn")  # a recorded choice has another one
-            role = None if self.explicit and said == "filter_fn" else self._why_not(m, names)
-            self.left_out[fqn] = role or said
+        if answers != {True}:
+            reason = getattr(self.keep, "reason", "filter_fn")  # a recorded choice has another one
+            role = None if self.explicit and reason == "filter_fn" else self._why_not(m, names)
+            self.left_out[fqn] = role or reason
             self.filtered += layers if self.explicit else []
             return []
         if refused:
@@ -214,9 +214,9 @@ class _Picker:
             full = names if projection is None else [f"{name}.{projection}" for name in names]
             where = {"index": -1 if index is None else index, "aliases": self.roles.aliases(full[0])}
             part = self.chosen.part_of(full[0], self.roles.depth, **where)
-            said = part.layers if isinstance(part, Override) else {"tail": "bf16 tail", "main": "all layers"}[part]
+            shown = part.layers if isinstance(part, Override) else {"tail": "bf16 tail", "main": "all layers"}[part]
             resolved = self.chosen.for_layer(full[0], self.roles.depth, **where)
-            made.append(_Layer(m, names, resolved, said, projection))
+            made.append(_Layer(m, names, resolved, shown, projection))
         return made
 
     @staticmethod

@@ -80,9 +80,9 @@ class MXFP4Linear(nn.Linear):
     recipe: a recipe's name or a Recipe; `fqn`: the layer's full name, which picks the recipe's overrides and, with
     `n_layers`, whether it belongs to a tail in BF16, and with `seed`, the layer's random numbers. Every forward of a
     training draws new ones; `set_step` makes them a function of the step. In eval mode stochastic rounding becomes
-    nearest and random rotations stay the same, unless `draws_in_eval` is set. `save`: how MX and FP8 operands wait for the backward on
-    chips that do not multiply them packed: as "values" (2 bytes an element on a GPU) or "packed" (0.53, FP8 1, unpacked
-    in the backward); the results are the same.
+    nearest and random rotations stay the same, unless `draws_in_eval` is set. `save`: how MX and FP8 operands wait for
+    the backward on chips that do not multiply them packed: as "values" (2 bytes an element on a GPU) or "packed" (0.53,
+    FP8 1, unpacked in the backward); the results are the same.
     Raises ValueError where a feature size is not a positive multiple of what the recipe's blocks and rotations need;
     called, TypeError for an x that is no float tensor.
     """

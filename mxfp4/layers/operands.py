@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mxfp4.layers.plan import SAVES, TensorPlan, takes_packed  # noqa: F401  (names that live here for callers)
+from mxfp4.layers.plan import TensorPlan
 from mxfp4.numerics.operand_plan import PRESCALE, OperandPlan
 from mxfp4.numerics.ops import packed_operands
 from mxfp4.numerics.ops.block_quantize import bf16_values, fp8_per_tensor, fp8_scale, quantize_operands

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -319,12 +319,12 @@ def _shares(pairs) -> dict[str, float]:
     return {name: value / total for name, value in sums.items() if value} if total else {}
 
 
-def _rows(lines, total: int, work: float, said) -> list[tuple[str, ...]]:
+def _rows(lines, total: int, work: float, columns: Callable[[LayerReport], tuple[str, str]]) -> list[tuple[str, ...]]:
     """One row for layers that differ in a block's or an expert's number only."""
     groups: dict[tuple, list[LayerReport]] = defaultdict(list)
     for line in lines:
         short = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", line.name)
-        groups[(short, line.shape, *said(line))].append(line)
+        groups[(short, line.shape, *columns(line))].append(line)
     rows = []
     for (short, shape, one, two), members in groups.items():
         places = sum(m.places for m in members)

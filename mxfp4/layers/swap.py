@@ -29,8 +29,8 @@ def obstacle(module: nn.Module, forward=nn.Linear.forward) -> str | None:
     """Why a layer, an nn.Linear or another class's with this `forward`, cannot change its class; or None."""
     own = module.__dict__
     if "forward" in own:  # accelerate's hook keeps the forward that it wraps, and puts it back when it is removed
-        kept = own.get("_old_forward") if "_hf_hook" in own else own["forward"]
-        if not isinstance(kept, MethodType) or kept.__func__ is not forward or kept.__self__ is not module:
+        wrapped = own.get("_old_forward") if "_hf_hook" in own else own["forward"]
+        if not isinstance(wrapped, MethodType) or wrapped.__func__ is not forward or wrapped.__self__ is not module:
             return "its forward was replaced on the object"
     for name, p in module._parameters.items():
         if p is None:

@@ -30,8 +30,8 @@ DECAYED = "bf16-decay"
 """A part that has no runs of its own: branches of main's."""
 THIRDS = {"third": 1, "two_thirds": 2}
 PROBED_SEEDS = (0, 1, 2)
-MATRIX = ("fp8", "mxfp4", "mxfp4+h16", "ti2d", "ti2d-no-2d", "nvfp4", LLM_FP4)
-"""Forwards that the trained weights of seeds 0 and 1 are judged in, beside their own and BF16."""
+MATRIX = ("fp8", "mxfp4", "mxfp4+h16", "ti2d", "ti2d-no-2d", "nvfp4")
+"""Forwards that the trained weights of seeds 0 and 1 are judged in, beside their own and BF16; BF16's also in LLM_FP4."""
 WHOLE = "study"
 """The plan that holds all parts, in the order of the information they give for a minute; experts only when asked for."""
 
@@ -68,7 +68,9 @@ def _config(part: str, runs: Runs, arm: str, seed: int, decayed: dict[str, int])
         model = replace(model, n_experts=8, ffn_dim=model.ffn_dim // 2)
     batch = runs.tokens_a_step // SEQ_LEN
     steps = _steps(runs)
-    matrix = "third" in runs.budgets and seed < 2
+    judged_in: tuple[str, ...] = MATRIX if "third" in runs.budgets and seed < 2 else ()
+    if judged_in and arm == "bf16":
+        judged_in = (*judged_in, LLM_FP4)  # what FP4 pretraining competes with
     probed = seed in PROBED_SEEDS
     end = steps - round(COOLDOWN * steps)
     return TrainConfig(
@@ -76,7 +78,7 @@ def _config(part: str, runs: Runs, arm: str, seed: int, decayed: dict[str, int])
         batch_size=batch, micro_batches=max(batch // 64, 1), steps=steps, cooldown_steps=steps - end,
         lr=LEARNING_RATE * (SMALL.dim / model.dim), lr_min=0.0, warmup=WARMUP_TOKENS // runs.tokens_a_step,
         eval_every=steps // EVALUATIONS, eval_sequences=256, final_eval_sequences=2048, eval_forwards=("bf16",),
-        final_forwards=MATRIX if matrix else (), decay_recipes=("bf16",) if seed < decayed.get(arm, 0) else (),
+        final_forwards=judged_in, decay_recipes=("bf16",) if seed < decayed.get(arm, 0) else (),
         short_budgets=_short_budgets(runs, arm, steps),
         probe_steps=(end - 20, end - 19) if probed else (),
         light_probe_steps=tuple(steps * k // 48 for k in (2, 8, 28, 44, 47)) if probed else (),

@@ -31,7 +31,7 @@ from mxfp4.errors import UserError
 from mxfp4.layers.convert import convert
 from mxfp4.layers.gemms import per_tensor, serves_both
 from mxfp4.layers.linear import MXFP4Linear
-from mxfp4.layers.operands import takes_packed
+from mxfp4.layers.plan import takes_packed
 from mxfp4.layers.recipe import Gemm, Operand
 from mxfp4.numerics.formats import BLOCK, elem_format
 from mxfp4.training.config import TrainConfig

@@ -42,6 +42,12 @@ def test_excess_is_what_lies_above_the_law(tmp_path):
     assert ratio.value == pytest.approx(1.5, abs=0.01) and ratio.low < 1.5 < ratio.high
 
 
+def put_run(store, arm, seed, offset, floor):
+    """A record of the source whose windows scatter as the source's entropy does."""
+    about = {"windows": floor - floor.mean(), "corpus": SOURCE.fingerprint}
+    put(store, config(arm, seed, **SETTING), offset=offset, **about)
+
+
 def test_a_ratio_of_excesses_is_as_uncertain_as_the_scatter_of_losses(tmp_path):
     store, floor = Store(tmp_path), -SOURCE.log_prob(SOURCE.eval_windows(8, 96)).mean(dim=1).numpy()
     for i, arm in enumerate(("bf16", "mxfp4", "mxfp4+h16", "fp8")):
@@ -50,13 +56,7 @@ def test_a_ratio_of_excesses_is_as_uncertain_as_the_scatter_of_losses(tmp_path):
                 0.01 * ((7 * i + 3 * seed) % 5 - 2) if i > 1 else 0.0
             )  # the two arms compared happen to repeat exactly
             end, loss = 3 + 3 / 11 + 0.003 * seed, floor.mean() + (0.3 if i else 0.2) + away
-            put(
-                store,
-                config(arm, seed, **SETTING),
-                offset=loss - end,
-                windows=floor - floor.mean(),
-                corpus=SOURCE.fingerprint,
-            )
+            put_run(store, arm, seed, loss - end, floor)
     (study,) = studies(store.load())
     ratio = known_entropy.excess_ratio(study, arm="mxfp4")
     assert ratio.value == pytest.approx(1.5) and ratio.low < 1.4 and ratio.high > 1.6
@@ -70,13 +70,7 @@ def test_a_ratio_of_excesses_moves_with_what_seeds_do_to_all_arms(tmp_path):
     for arm, above in (("bf16", 0.2), ("mxfp4", 0.3)):
         for seed, shift in enumerate((-0.01, 0.0, 0.01)):
             end, loss = 3 + 3 / 11 + 0.003 * seed, floor.mean() + above + shift
-            put(
-                store,
-                config(arm, seed, **SETTING),
-                offset=loss - end,
-                windows=floor - floor.mean(),
-                corpus=SOURCE.fingerprint,
-            )
+            put_run(store, arm, seed, loss - end, floor)
     (study,) = studies(store.load())
     ratio, half = known_entropy.excess_ratio(study, arm="mxfp4"), 4.303 * 0.01 / 3**0.5
     assert (ratio.low, ratio.high) == pytest.approx(
