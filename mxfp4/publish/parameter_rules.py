@@ -23,6 +23,7 @@ from mxfp4.numerics.hadamard import SIZES
 from mxfp4.numerics.scale_rules import SCALE_RULES
 from mxfp4.publish.parameters import Parameter
 from mxfp4.studies.plans import plan, plans_of
+from mxfp4.studies.registry import load_study
 from mxfp4.studies.scales import SCALES, get_scale
 from mxfp4.studies.store import Store
 from mxfp4.training.model import Llama
@@ -119,6 +120,7 @@ RULES = {
     **dict.fromkeys(("step", "bench"), _one_of(str, _benches("step"))),
     "width": _one_of(str, _benches("width")),
     "cpu": _one_of(str, _benches("cpu")),
+    "questions": _one_of(str, lambda scale: list(load_study().questions)),
 }
 """{name of a parameter: its rule}."""
 NOT_NEGATIVE = _number(float, "0 or more", lambda x: x >= 0)

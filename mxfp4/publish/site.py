@@ -148,7 +148,7 @@ def _relink(text: str, staged: dict[str, str]) -> str:
 
 def present(node: dict) -> dict:
     """An executed notebook (nbformat JSON) as its page shows it: charts for Vega, code folded, the run named."""
-    from mxfp4.report.charts import METADATA, figure_html
+    from mxfp4.pages.charts import METADATA, figure_html
 
     for cell in node["cells"]:
         if cell["cell_type"] != "code":
@@ -201,7 +201,7 @@ def _key(book: Path, staged: dict[str, str]) -> str:
         inside = path.relative_to(book)
         if path.is_file() and inside.parts[0] != "_build" and path.suffix != ".md":
             parts[inside.as_posix()] = path.read_bytes()
-    for name in ("publish/site.py", "publish/link_check.py", "report/charts.py"):
+    for name in ("publish/site.py", "publish/link_check.py", "pages/charts.py"):
         parts[f"code/{name}"] = (Path(__file__).parents[1] / name).read_bytes()
     for name in sorted(parts):
         digest.update(f"{name}\0{hashlib.sha256(parts[name]).hexdigest()}\n".encode())
@@ -238,7 +238,7 @@ def _add_libraries(html: Path, cache: Path) -> None:
     """Put Vega and MathJax beside the pages, out of the installed wheels."""
     import vl_convert
 
-    from mxfp4.report.charts import VL_VERSION
+    from mxfp4.pages.charts import VL_VERSION
 
     bundle = cache / f"vega-{VL_VERSION}-{vl_convert.__version__}.js"
     if not bundle.is_file():

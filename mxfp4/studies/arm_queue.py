@@ -332,7 +332,7 @@ def _child(
         nonlocal told
         if speaks and time.monotonic() - told > 0.2:
             told = time.monotonic()
-            with suppress(BrokenPipeError):
+            with suppress(ConnectionError):
                 connection.send(("step", step))
 
     try:
@@ -344,7 +344,7 @@ def _child(
             )  # fmt: skip
     except Exception as error:  # reported by the parent in one line
         status, reason = "failed", one_line(error)
-    with suppress(BrokenPipeError):  # no parent left to tell
+    with suppress(ConnectionError):  # no parent left to tell
         connection.send((status, reason))
 
 

@@ -302,8 +302,9 @@ class Store:
         names = {(p.parent.name, p.name.removesuffix(".lock")) for p in root.glob("*/*")}
         found = []
         for scale, run_id in sorted(names):
-            step = checkpoint.latest_step(root / scale / run_id)
+            # The holder first: a run that stops in between has left its checkpoint by then.
             holder = Lock(root / scale / f"{run_id}.lock").holder()
+            step = checkpoint.latest_step(root / scale / run_id)
             if step is not None or holder is not None:
                 found.append(Begun(scale, run_id, step or 0, holder))
         return found

@@ -15,7 +15,7 @@ from mxfp4.analysis.metrics import AT
 from mxfp4.directories import project_dir
 from mxfp4.errors import UserError
 from mxfp4.layers.recipe import recipe
-from mxfp4.report.claims_board import Board, decided_by
+from mxfp4.pages.claims_board import Board, decided_by
 from mxfp4.studies.scales import SCALES
 from mxfp4.studies.store import Store
 from tests.fakes.studies import BIG, SMALL, config, fill, probe_rows, put

@@ -9,7 +9,7 @@ import pytest
 from mxfp4 import cli
 from mxfp4.analysis import stalled
 from mxfp4.analysis.study import studies
-from mxfp4.report import frames
+from mxfp4.pages import frames
 from mxfp4.studies.store import Store
 from tests.fakes.studies import config, fill, put
 

@@ -8,8 +8,8 @@ import pytest
 from mxfp4.analysis import metrics, training_loss
 from mxfp4.analysis.effect import NoEffect
 from mxfp4.analysis.study import studies
-from mxfp4.report import frames
-from mxfp4.report.chapters import scaling, sr_cost
+from mxfp4.pages import frames
+from mxfp4.pages.chapters import scaling, sr_cost
 from mxfp4.studies.store import Store
 from mxfp4.training.config import TrainConfig
 from tests.fakes.studies import config, curve, fill, put

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from mxfp4.directories import project_dir
+from mxfp4.pages.charts import METADATA
 from mxfp4.publish.notebook import chapter_sources, run_notebook
 from mxfp4.publish.site import build_site
-from mxfp4.report.charts import METADATA
 from tests.fakes.browser import BROWSER, open_page
 from tests.fakes.page_layers import Layers
 from tests.fakes.runs import make_runs, records_in

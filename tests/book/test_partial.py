@@ -13,8 +13,8 @@ import pytest
 
 from mxfp4.analysis.effect import last_losses
 from mxfp4.analysis.study import studies
+from mxfp4.pages import charts, frames
 from mxfp4.publish.notebook import chapter_sources
-from mxfp4.report import charts, frames
 from mxfp4.studies.plans import plan, plans_of
 from mxfp4.studies.scales import CPU, SCALES
 from mxfp4.studies.store import Store

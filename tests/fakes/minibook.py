@@ -31,7 +31,7 @@ scale: str = "cpu"  # scale
 import altair as alt
 import pandas as pd
 
-from mxfp4.report.charts import show, table
+from mxfp4.pages.charts import show, table
 
 frame = pd.DataFrame({"x": range(points), "y": [i * i for i in range(points)], "kind": ["a", "b"] * (points // 2)})
 dots = alt.Chart(frame, title="Squares").mark_point().encode(x="x:Q", y="y:Q", color="kind:N", tooltip=["x", "y"])

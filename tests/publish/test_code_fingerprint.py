@@ -66,7 +66,7 @@ def test_code_without_imports_reaches_nothing_and_magics_reach_all(package):
 
 
 def test_of_the_real_package_a_page_reaches_what_it_uses():
-    found = reached(["mxfp4.report.chapters.format"])
+    found = reached(["mxfp4.pages.chapters.format"])
     assert {"mxfp4.numerics.formats", "mxfp4.numerics.scale_rules"} <= found
     assert "mxfp4.cli" not in found and "mxfp4.adapters.torchtitan" not in found
     assert set(module.BESIDE) <= set(sources())

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -279,24 +279,39 @@ import sys
 import torch
 torch.set_num_threads(1)
 sys.path.insert(0, {tests!r})
-from tests.fakes import FakeCorpus
-from tests.studies.test_plans import SCALE, small
+from tests.studies.test_plans import SCALE, Watched, small
 from mxfp4.studies.store import Store
 from mxfp4.studies.runner import run_plan
 if __name__ == "__main__":
     plan = small(recipes=("bf16",), seeds=(0,), steps={steps})
-    print(run_plan(plan, Store({root!r}), jobs={jobs}, device="cpu", corpus=FakeCorpus()))
+    print(run_plan(plan, Store({root!r}), jobs={jobs}, device="cpu", corpus=Watched(path={watched!r})))
 """
 
 
+@dataclass(frozen=True)
+class Watched(FakeCorpus):
+    """Leaves a file when its third batch is read, so that a test knows that a run has steps behind it."""
+
+    path: str = ""
+
+    def batch(self, step, batch_size, seq_len, seed):
+        if step == 3:
+            Path(self.path).touch()
+        return super().batch(step, batch_size, seq_len, seed)
+
+
 def started(store, jobs, steps=100_000):
-    code = RUN.format(tests=str(Path(__file__).parents[2]), root=str(store.root), jobs=jobs, steps=steps)
+    """A process that trains, once it has steps behind it."""
+    watched = store.root.parent / "stepped"
+    code = RUN.format(
+        tests=str(Path(__file__).parents[2]), root=str(store.root), jobs=jobs, steps=steps, watched=str(watched)
+    )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
-    deadline = time.monotonic() + 60
-    while not any(b.holder for b in store.begun()) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 120
+    while not watched.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(1)
+    assert watched.exists(), "the process did not begin to train"
     return process
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from mxfp4.analysis.registered_study.contrasts import Estimate, paired, smallest_difference, smallest_effect
+from mxfp4.analysis.registered_study.estimates import Estimate, paired, smallest_difference, smallest_effect
 from mxfp4.analysis.stalled import is_stalled, mean_curve
 from mxfp4.errors import UserError
 from mxfp4.layers.convert import convert

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mxfp4.analysis.registered_study.contrasts import Estimate
+    from mxfp4.analysis.registered_study.estimates import Estimate
     from mxfp4.analysis.registered_study.trial import Row, Trial
 
 EPILOG = "exit code: 0, 1 when an arm could not be trained, 130 when stopped before the end (run it again to go on)"
@@ -73,7 +73,7 @@ def _write_chart(trial: Trial, folder: Path) -> list[Path]:
     if not any(row.trial for row in trial.rows):
         return []
     try:
-        from mxfp4.report.trial_chart import write
+        from mxfp4.pages.trial_chart import write
     except ModuleNotFoundError as error:
         print(f"no chart: {error.name} is missing; `pip install 'mxfp4[book]'` brings it", file=sys.stderr)
         return []

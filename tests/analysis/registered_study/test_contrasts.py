@@ -8,18 +8,12 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from mxfp4.analysis.registered_study import contrasts
-from mxfp4.analysis.registered_study.contrasts import (
-    NOT_RUN,
-    NOT_SEEN,
-    VERDICTS,
+from mxfp4.analysis.registered_study import contrasts, estimates
+from mxfp4.analysis.registered_study.contrasts import NOT_RUN, NOT_SEEN, VERDICTS, Tables, count_verdict, decide, judge
+from mxfp4.analysis.registered_study.estimates import (
     Estimate,
-    Tables,
-    count_verdict,
-    decide,
     factorial_effect,
     holm,
-    judge,
     paired,
     rank_correlation,
     ratio,
@@ -92,8 +86,8 @@ def test_a_reader_gets_the_same_numbers_from_scipy():
 
 def test_the_code_has_the_numbers_of_the_registered_analysis():
     a = STUDY.analysis
-    assert (a.confidence, a.family_error, a.power) == (contrasts.CONFIDENCE, contrasts.LEVEL, contrasts.POWER)
-    assert a.equivalence == {"margin": contrasts.MARGIN, "confidence": contrasts.CONFIDENCE_90}
+    assert (a.confidence, a.family_error, a.power) == (estimates.CONFIDENCE, estimates.LEVEL, estimates.POWER)
+    assert a.equivalence == {"margin": contrasts.MARGIN, "confidence": estimates.CONFIDENCE_90}
     assert tuple(a.verdicts) == ("holds", "does not hold", "undecided", "depends on the forward", NOT_SEEN, NOT_RUN)
     assert set(a.verdicts) == set(VERDICTS)
 
@@ -413,3 +407,11 @@ def test_two_rows_for_one_run_are_refused():
     frame = table()
     with pytest.raises(UserError, match="bf16 of runs main has two rows for one seed"):
         judge(STUDY, pd.concat([frame, frame[:1]]))
+
+
+def test_one_seed_has_an_effect_and_no_p_value():
+    runs = table({"mxfp4": 0.1})
+    verdicts = {v.claim.id: v for v in judge(STUDY, runs[runs["seed"] == 0])}
+    found = verdicts["h3-h16"]
+    assert found.verdict == "undecided" and "1 seed" in found.reason
+    assert all("nan" not in v.reason for v in verdicts.values())

@@ -277,7 +277,7 @@ def test_runs_that_fail_have_no_numbers(recorded):
 
 
 def test_the_page_opens_offline(recorded, tmp_path):
-    from mxfp4.report.trial_chart import caption, frame, write
+    from mxfp4.pages.trial_chart import caption, frame, write
 
     put(recorded, GPU_RULES.config("mxfp4+h32", 0), 0.35)
     put(recorded, GPU_RULES.config("mxfp4+ceil", 0), 9.0, status="diverged")

@@ -1,0 +1,1 @@
+"""The frames, charts and evidence that pages of the book show."""
