@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import altair as alt
 import pandas as pd
 import torch
 
 import mxfp4
 from mxfp4.numerics.formats import BLOCK, E2M1, E8M0_BIAS, ELEMS, decode, e8m0_value
 from mxfp4.numerics.scale_rules import SCALE_RULES
+from mxfp4.pages.charts import PALETTE
 
 
 def codes() -> pd.DataFrame:
@@ -135,3 +137,64 @@ def packing(values: Sequence[float] = (1.0, 2.0, -0.5, 6.0)) -> pd.DataFrame:
             }
         )  # fmt: skip
     return pd.DataFrame(rows)
+
+
+EXPONENTS = {
+    "floor": "floor(l) - 2",
+    "even": "floor(l) - 2 + (pow(2, l - floor(l)) >= 1.75 ? 1 : 0)",
+    "ceil": "ceil(l) - 2",
+    "rceil": "ceil(log(block_maximum / 6) / LN2)",
+}
+"""The exponent of the scale by rule, as Vega expressions; l is the binary logarithm of the block's maximum."""
+LARGEST_VALUE = 8.0
+
+
+def number_line(*, title: str, rule: str = "even", maximum: float = 6.75, value: float = 2.4) -> alt.LayerChart:
+    """The magnitudes that a block can hold, and where one value goes: sliders for value, block maximum, rule, rounding.
+
+    The page computes all of it, with no server. Stochastic rounding shows both neighbours with their probabilities.
+    """
+    params = [
+        alt.param(name="value", value=value, bind=alt.binding_range(min=0, max=LARGEST_VALUE, step=0.05, name="value ")),
+        alt.param(name="block_maximum", value=maximum,
+                  bind=alt.binding_range(min=2, max=LARGEST_VALUE, step=0.05, name="largest value of the block ")),
+        alt.param(name="rule", value=rule, bind=alt.binding_select(options=list(EXPONENTS), name="scale rule ")),
+        alt.param(name="rounding", value="nearest",
+                  bind=alt.binding_radio(options=["nearest", "stochastic"], name="rounding ")),
+        alt.param(name="shown", expr="min(value, block_maximum)"),
+        alt.param(name="l", expr="log(block_maximum) / LN2 + 1e-12"),
+        alt.param(name="scale", expr="pow(2, " + " : ".join(f"rule == '{r}' ? {e}" for r, e in EXPONENTS.items()) + " : 0)"),
+        alt.param(name="inside", expr=f"min(shown / scale, {E2M1.max:g})"),
+        alt.param(name="gap", expr="inside < 2 ? 0.5 : inside < 4 ? 1 : 2"),
+        alt.param(name="below", expr="floor(inside / gap) * gap"),
+        alt.param(name="share", expr="(inside - below) / gap"),
+        # A tie goes to the code whose last bit is 0: of two neighbours, the one with an even multiple of the gap.
+        alt.param(name="up", expr="rounding == 'stochastic' ? share : share > 0.5 || (share == 0.5 && (below / gap) % 2 == 1) ? 1 : 0"),
+    ]  # fmt: skip
+    axis = alt.X("x:Q", title="magnitude", scale=alt.Scale(domain=[0, LARGEST_VALUE]))
+    codes_ = alt.Chart(codes()).transform_calculate(x="datum.value * scale", text="format(datum.value, '.3~g')")
+    ticks = codes_.transform_filter(f"datum.x <= {LARGEST_VALUE}")
+    line = ticks.mark_tick(size=26, thickness=2, color=PALETTE[6]).encode(x=axis, y=alt.value(60))
+    names = ticks.mark_text(dy=26).encode(x="x:Q", y=alt.value(60), text="text:N")
+    one = alt.Chart(pd.DataFrame({"end": [0, 1]}))
+    ends = one.transform_calculate(
+        x="(below + datum.end * gap) * scale", probability="datum.end ? up : 1 - up",
+        text="rounding == 'stochastic' && datum.probability > 0 ? format(datum.probability, '.0%') : ''",
+    ).transform_filter("datum.probability > 0")  # fmt: skip
+    stored = ends.mark_circle(size=260, color=PALETTE[0]).encode(
+        x="x:Q", y=alt.value(60), opacity=alt.Opacity("probability:Q", scale=alt.Scale(domain=[0, 1], range=[0.15, 1]), legend=None),
+    )  # fmt: skip
+    chances = ends.mark_text(dy=-24, fontWeight=600).encode(x="x:Q", y=alt.value(60), text="text:N")
+    at = one.transform_filter("datum.end == 0").transform_calculate(
+        x="shown",
+        text=(
+            "'value ' + format(shown, '.2f') + ', scale ' + format(scale, '~r') + (shown / scale > "
+            f"{E2M1.max:g} ? ', clipped to ' + format({E2M1.max:g} * scale, '~r') : '')"
+        ),
+    )
+    before = at.mark_point(shape="triangle-down", size=140, color=PALETTE[1], filled=True).encode(
+        x="x:Q", y=alt.value(30)
+    )
+    said = at.mark_text(align="left", fontSize=13, fontWeight=600).encode(x=alt.value(4), y=alt.value(8), text="text:N")
+    chart = alt.layer(line, names, stored, chances, before, said).add_params(*params)
+    return chart.properties(title=title, height=110)
