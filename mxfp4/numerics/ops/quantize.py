@@ -32,26 +32,33 @@ def quantize(
     seed: int | Tensor | None = None,
     stream: int = 0,
 ) -> MXTensor:
-    """Quantize `x` to MX blocks along `axis`, the axis that a GEMM will contract.
+    """Quantize `x` to MX blocks along `axis`, the axis that a GEMM will contract (OCP MX 1.0, sections 5.1 and 6.3).
 
-    x: float tensor of any strides, at least 1-D (2-D for 2D blocks). FP64 is rounded to FP32 first.
-    block: "1d" (1x32 along `axis`) or "2d" (32x32 over the last two axes).
-    elem: "e2m1" (MXFP4), "e4m3", "e5m2" (MXFP8).
-    scale_rule: "even" (the recipes' default), "floor" (the OCP rule), "ceil", "rceil": see `numerics.scale_rules`.
-    rounding: "nearest" (ties to even) or "stochastic"; both saturate.
-    hadamard: rotation along `axis` before the block maximum, in FP32.
-    seed: int or one-element int64 tensor, for stochastic rounding and for signs="seed". The same seed gives the same
-        bytes on every backend; None draws a new one from torch's generator at each call.
-    stream: separates draws that share a seed; streams 2n and 2n + 1 (the two operands of a GEMM) share their signs.
-
-    A zero block has scale byte 0; a block that holds NaN or infinity (also after rotation) has byte 255 and codes 0.
+    A zero block has scale byte 0. A block that holds NaN or infinity, also after rotation, has byte 255 and codes 0.
     Finite values within a factor of 2 of FP32's largest may round up to 2^128, which FP32 reads as infinity. FP32
-    subnormals, and blocks with byte 0, may read as 0 while torch.set_flush_denormal(True) is on. The result carries
-    no gradient.
+    subnormals, and blocks with byte 0, may read as 0 while torch.set_flush_denormal(True) is on.
 
-    Raises TypeError for non-float input and non-integer axis or seed, ValueError when `axis` (for 2D blocks: either
-    axis) is not a positive multiple of 32, or of the rotation's size, and for unknown names.
-    Zero rows give an empty result.
+    Args:
+        x: Float tensor of any strides, at least 1-D (2-D for 2D blocks). FP64 is rounded to FP32 first.
+        axis: The axis that blocks of 32 lie along.
+        block: "1d" (1x32 along `axis`) or "2d" (32x32 over the last two axes).
+        elem: "e2m1" (MXFP4), "e4m3" or "e5m2" (MXFP8).
+        scale_rule: "even" (the recipes' default), "floor" (the OCP rule), "ceil" or "rceil"; see
+            `mxfp4.numerics.scale_rules`.
+        rounding: "nearest" (ties to even) or "stochastic"; both saturate.
+        hadamard: Rotation along `axis`, in FP32, before the block maximum is taken.
+        seed: An int or a one-element int64 tensor, for stochastic rounding and for signs="seed". The same seed gives
+            the same bytes on every back end. None draws a new one from torch's generator at each call.
+        stream: Separates draws that share a seed. Streams 2n and 2n + 1, the two operands of a GEMM, share their signs.
+
+    Returns:
+        The codes and scales. Zero rows give an empty result. It carries no gradient.
+
+    Raises:
+        TypeError: `x` is no float tensor, or axis or seed is no integer.
+        ValueError: `axis`, or for 2D blocks either axis, is no positive multiple of 32 or of the rotation's size; or a
+            name is unknown.
+
     """
     axis, stream, seed = _checked(x, axis, block, elem, scale_rule, rounding, hadamard, seed, stream)
     text = _text(axis, block, elem, scale_rule, rounding, hadamard, stream, None)
