@@ -207,6 +207,8 @@ def _execute(read: Source, changed: dict[str, Any], temporary: Path, show: bool,
             papermill.execute_notebook(
                 str(before), str(after), changed, kernel_name=_KERNEL, language="python", progress_bar=show,
                 cwd=str(project_dir()), start_timeout=120, config=Config(KernelManager=_transport(temporary)),
+                # Written at the end, also after an error; else every cell writes the whole file, its pictures included.
+                request_save_on_cell_execute=False, autosave_cell_every=0,
             )  # fmt: skip
     except PapermillExecutionError as error:
         how = "was refused" if error.ename == UserError.__name__ else f"raised {error.ename}"
