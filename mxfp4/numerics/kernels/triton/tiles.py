@@ -23,7 +23,8 @@ TUNED_FLOPS = 2**34
 class Tile:
     """BM x BN results a program, BK of K at a time, GROUP rows of tiles together; for all, see Triton's options.
 
-    `matrix_instr_nonkdim` (AMD) picks v_mfma_scale_f32_16x16x128; 0: not an option of the target.
+    AMD's options are 0 where they are not given: `matrix_instr_nonkdim` 16 picks v_mfma_scale_f32_16x16x128,
+    `waves_per_eu` is how many waves of a SIMD the registers are to leave room for.
     """
 
     BM: int = 128
@@ -32,6 +33,7 @@ class Tile:
     GROUP: int = 8
     num_warps: int = 4
     num_stages: int = 2
+    waves_per_eu: int = 0
     matrix_instr_nonkdim: int = 0
 
     def options(self) -> dict[str, int]:
@@ -44,7 +46,7 @@ AMD = (
     Tile(256, 128, 256, num_warps=8, matrix_instr_nonkdim=16),
     Tile(128, 256, 256, num_warps=8, matrix_instr_nonkdim=16),
     Tile(256, 256, 128, num_warps=8, matrix_instr_nonkdim=16),
-    Tile(256, 256, 256, matrix_instr_nonkdim=16),
+    Tile(256, 256, 128, num_warps=8, num_stages=3, waves_per_eu=2, matrix_instr_nonkdim=16),
 )
 NVIDIA = (
     Tile(),
