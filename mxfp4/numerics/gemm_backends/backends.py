@@ -50,7 +50,7 @@ def _fp4_to_bf16(a: MXTensor, b: MXTensor, dtype: torch.dtype) -> bool:
     return a.elem == b.elem == "e2m1" and dtype == torch.bfloat16
 
 
-def _scale_of_rows(x: MXTensor) -> Tensor:
+def scale_of_rows(x: MXTensor) -> Tensor:
     """E8M0 bytes [rows, K / 32], also of square blocks, which share one among 32 rows."""
     return x.scale.repeat_interleave(BLOCK, dim=0) if x.block == "2d" else x.scale.contiguous()
 
@@ -101,7 +101,7 @@ class Aiter(GemmBackend):
     def multiply(self, a: MXTensor, b: MXTensor, dtype: torch.dtype) -> Tensor:
         library = self.functions()
         codes = library.shuffle_weight(b.qdata.contiguous(), layout=(16, 16))
-        scales = (library.e8m0_shuffle(_scale_of_rows(x)) for x in (a, b))
+        scales = (library.e8m0_shuffle(scale_of_rows(x)) for x in (a, b))
         out = torch.empty((a.shape[0], b.shape[0]), dtype=dtype, device=a.device)
         library.gemm_a4w4_asm(a.qdata.contiguous(), codes, *scales, out, "", None, 1.0, 0.0, True, log2_k_split=0)
         return out
@@ -130,7 +130,7 @@ class ScaledMM(GemmBackend):
         from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
         swizzle = SwizzleType.NO_SWIZZLE if torch.version.hip else SwizzleType.SWIZZLE_32_4_4
-        rows = [_scale_of_rows(x) for x in (a, b)]
+        rows = [scale_of_rows(x) for x in (a, b)]
         scale_a, scale_b = (
             (s if torch.version.hip else in_blocks_of_128_by_4(s)).view(torch.float8_e8m0fnu) for s in rows
         )

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from mxfp4.errors import Notice, UserError
 from mxfp4.numerics.gemm_backends.backends import BACKENDS, GemmBackend
-from mxfp4.numerics.gemm_backends.self_check import problem
+from mxfp4.numerics.gemm_backends.self_check import problem, sample_problem
 from mxfp4.numerics.native import chip_path, compile_time_constant
 from mxfp4.numerics.tensor import MXTensor
 
@@ -93,15 +95,37 @@ def statuses(device: torch.device | str) -> list[Status]:
     return [_status(name, _indexed(device)) for name in BACKENDS]
 
 
-def backend_for(a: MXTensor, b: MXTensor, dtype: torch.dtype) -> GemmBackend | None:
-    """What multiplies a [M, K] and b [N, K] to a result in `dtype` (FP32 or BF16); None: the library, their values.
+def multiply(a: MXTensor, b: MXTensor, dtype: torch.dtype) -> Tensor | None:
+    """A [M, K] times b [N, K] transposed -> [M, N] in `dtype` (FP32 or BF16), blocks of both along K.
 
-    On chips without units it is Triton, which emulates them, or is interpreted.
+    None where no back end takes them: the library is to multiply their values. A library chooses its kernel by shape, so
+    the first product of each shape is compared with the exact one at up to 64 x 64 places. A back end that is wrong
+    there is left out for that shape, with a Notice. Chips without units leave all to Triton, which emulates them, or is
+    interpreted.
     """
     if chip_path(a.device) != "native":
-        return BACKENDS["triton"]
-    chain = _chain(_indexed(a.device), requested())
-    return next((backend for backend in chain if backend.takes(a, b, dtype)), None)
+        return BACKENDS["triton"].multiply(a, b, dtype)
+    for backend in _chain(_indexed(a.device), requested()):
+        if not backend.takes(a, b, dtype):
+            continue
+        key = (backend, a.device, a.shape, b.shape, a.elem, b.elem, a.block, b.block, dtype)
+        right = _shapes.get(key)
+        if right is False:
+            continue
+        product = backend.multiply(a, b, dtype)
+        if right is None and not (a.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            wrong = sample_problem(a, b, product)
+            _shapes[key] = wrong is None
+            if wrong is not None:
+                shape = f"{a.shape[0]}x{b.shape[0]}x{a.shape[1]} to {str(dtype).removeprefix('torch.')}"
+                warnings.warn(f"GEMM back end {backend.name} is left out for {shape}: {wrong}", Notice, stacklevel=2)
+                continue
+        return product
+    return None
+
+
+_shapes: dict[Hashable, bool] = {}
+"""Whether the first product of a back end, shape and dtype was right."""
 
 
 def _indexed(device: torch.device | str) -> torch.device:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mxfp4.numerics.formats import BLOCK, E8M0_NAN, pack_nibbles
-from mxfp4.numerics.gemm_backends.backends import GemmBackend
+from mxfp4.numerics.gemm_backends.backends import GemmBackend, scale_of_rows
 from mxfp4.numerics.tensor import MXTensor
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -83,6 +83,26 @@ def problem(backend: GemmBackend, device: torch.device, cases: tuple[Case, ...] 
                 if wrong is not None:
                     return f"{case.name}, {case.m}x{case.n}x{case.k} to {str(dtype).removeprefix('torch.')}: {wrong}"
     return None if tried else "it takes none of the cases"
+
+
+SAMPLED = 64
+"""Rows, and columns, of a product that `sample_problem` looks at."""
+
+
+def sample_problem(a: MXTensor, b: MXTensor, product: Tensor) -> str | None:
+    """What is wrong with a product of a [M, K] and b [N, K], seen at evenly spaced rows and columns; None: nothing.
+
+    Sums that FP32 cannot hold are left aside.
+    """
+    rows, columns = (torch.linspace(0, n - 1, min(n, SAMPLED), device=a.device).round().long() for n in product.shape)
+    values = []
+    for x, lines in ((a, rows), (b, columns)):
+        part = MXTensor(x.qdata[lines], scale_of_rows(x)[lines], x.elem, "1d", -1, (len(lines), x.shape[1]))
+        values.append(part.dequantize(torch.float64))
+    exact, magnitude = values[0] @ values[1].t(), values[0].abs() @ values[1].abs().t()
+    held = ~(magnitude >= 2.0**127)  # NaN is held
+    got = product[rows][:, columns][held]
+    return difference(got, got, exact[held], magnitude[held], a.shape[1], product.dtype)
 
 
 def difference(got: Tensor, again: Tensor, exact: Tensor, magnitude: Tensor, k: int, dtype: torch.dtype) -> str | None:

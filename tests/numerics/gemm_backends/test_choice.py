@@ -32,6 +32,7 @@ def chip(monkeypatch):
     monkeypatch.setattr(
         choice, "problem", lambda backend, device: (checked.append(backend.name), wrong.get(backend.name))[1]
     )
+    monkeypatch.setattr(choice, "_shapes", {})
     for cached in ("_chain", "_status"):
         monkeypatch.setattr(choice, cached, lru_cache(getattr(choice, cached).__wrapped__))
 
@@ -129,6 +130,32 @@ def test_products_that_the_chosen_one_does_not_take_go_to_triton_then_to_the_lib
     assert product("e2m1", torch.bfloat16) == (1, 0)
     assert product("e2m1", torch.float32) == (1, 1)
     assert product("e4m3", torch.float32) == (1, 1)  # neither
+
+
+def test_a_shape_that_a_back_end_gets_wrong_goes_to_the_next_and_is_said_once(chip):
+    """A library's kernel for one shape may be wrong where those that were checked are right."""
+    fast = StandIn("aiter", takes=bf16, on_result=lambda y: y * 2 if y.shape == (96, 160) else y)
+    ours = StandIn("triton")
+    chip(aiter=fast, triton=ours)
+    a, b = mxfp4.quantize(torch.randn(96, 64)), mxfp4.quantize(torch.randn(160, 64), block="2d")
+    exact = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
+    with pytest.warns(
+        Notice, match="aiter is left out for 96x160x64 to bfloat16: .* of 4096 results are wrong"
+    ) as said:
+        products = [mxfp4.matmul(a, b, torch.bfloat16) for _ in range(3)]
+    assert len(said) == 1 and all(torch.equal(y, exact.bfloat16()) for y in products)
+    assert (fast.calls, ours.calls) == (1, 3)
+    assert torch.equal(mxfp4.matmul(b, a, torch.bfloat16), exact.t().bfloat16()) and fast.calls == 2
+
+
+def test_sums_beyond_fp32_and_nan_are_no_fault_of_a_back_end(chip):
+    chip(missing=["aiter", "scaled_mm"], triton=StandIn("triton"))
+    x = torch.full((32, 64), 2.0**100)
+    x[3, 5] = torch.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = mxfp4.matmul(mxfp4.quantize(x), mxfp4.quantize(x))
+    assert y[0, 0].isinf() and y[3].isnan().all() and y[:, 3].isnan().all()
 
 
 def test_a_layer_says_and_uses_what_was_chosen_at_any_time(chip):
