@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mxfp4.layers.recipe import RECIPES, Gemm, Operand, Recipe, recipe
     from mxfp4.layers.report import report
     from mxfp4.layers.roles import Names
+    from mxfp4.numerics.gemm_backends.choice import set_gemm_backend
     from mxfp4.numerics.hadamard import Hadamard, hadamard_transform
     from mxfp4.numerics.ops.matmul import matmul
     from mxfp4.numerics.ops.quantize import fake_quantize, fake_quantize_pair, quantize, quantize_pair
@@ -37,6 +38,7 @@ _MODULES = {
     "mxfp4.layers.recipe": ("RECIPES", "Gemm", "Operand", "Recipe", "recipe"),
     "mxfp4.layers.report": ("report",),
     "mxfp4.layers.roles": ("Names",),
+    "mxfp4.numerics.gemm_backends.choice": ("set_gemm_backend",),
     "mxfp4.numerics.hadamard": ("Hadamard", "hadamard_transform"),
     "mxfp4.numerics.ops.matmul": ("matmul",),
     "mxfp4.numerics.ops.quantize": ("fake_quantize", "fake_quantize_pair", "quantize", "quantize_pair"),
@@ -68,6 +70,7 @@ __all__ = [
     "recipe",
     "records",
     "report",
+    "set_gemm_backend",
     "set_step",
 ]
 

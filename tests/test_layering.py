@@ -15,6 +15,7 @@ FOLDERS = (
     "numerics.kernels.triton",
     "numerics.kernels.cpu",
     "numerics.kernels",
+    "numerics.gemm_backends",
     "numerics.ops",
     "layers",
     "data",

@@ -84,6 +84,11 @@ class Study:
         """The same of FP8 products with one scale a tensor."""
         return self.records[0].paths[1]
 
+    @property
+    def gemm_backend(self) -> str | None:
+        """What multiplied packed FP4; None where nothing did."""
+        return self.records[0].gemm_backend
+
     def curves(self, arm: str) -> dict[int, pd.DataFrame]:
         """{seed: curve} of an arm; empty for an arm without records."""
         return {seed: record.curve for seed, record in self.arms.get(arm, {}).items()}
@@ -132,6 +137,7 @@ class Study:
             f"{count(self.tokens)} tokens of {self.config.corpus} an arm, {many}, "
             f"seed{'s' if len(seeds) != 1 else ''} {', '.join(map(str, seeds))}, "
             f"{self.records[0].machine['device_type']}, FP4 {self.path}"
+            + (f" by {self.gemm_backend}" if self.gemm_backend is not None else "")
             + (f", FP8 {self.fp8_path}" if self.fp8_path != self.path else "")
         )
 
@@ -155,7 +161,7 @@ def studies(records: Iterable[Record]) -> list[Study]:
     `registered_study` and are left out."""
     groups: dict[str, list[Record]] = {}
     for record in (r for r in records if not r.config.eval_forwards):
-        what = [setting(record.config), record.machine["device_type"], record.paths]
+        what = [setting(record.config), record.machine["device_type"], record.paths, record.gemm_backend]
         groups.setdefault(json.dumps(what, sort_keys=True), []).append(record)
     # Of two records of an arm and seed the probed one counts: it comes last, and `arms` keeps the last.
     found = [Study(tuple(sorted(g, key=lambda r: (len(r.config.probe_steps), r.run_id)))) for g in groups.values()]

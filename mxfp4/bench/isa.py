@@ -77,8 +77,18 @@ class Report:
 
 def report(kernel: str, arch: str) -> Report:
     """Compile `kernel` (a name in KERNELS) for `arch` (a name in ARCHS) and count. Needs Triton, not the chip."""
+    return report_of(kernel, KERNELS[kernel], arch)
+
+
+def tile_report(tile: int, arch: str) -> Report:
+    """The same of the FP4 GEMM with one of the tiles that `kernels/triton/tiles.py` has for `arch`."""
+    return report_of(f"gemm mxfp4, tile {tile}", _gemm("e2m1", "1d", torch.bfloat16, tile=tile), arch)
+
+
+def report_of(kernel: str, build: Callable, arch: str) -> Report:
+    """`report` of what `build` gives for a target."""
     target = ARCHS[arch]
-    function, arguments, options, flops, moved, shape = KERNELS[kernel](target)
+    function, arguments, options, flops, moved, shape = build(target)
     compiled = compile_for(target, function, arguments, options)
     count = _count_amd if target.backend == "hip" else _count_nvidia
     return Report(
@@ -215,13 +225,18 @@ def _operand(rows: int, k: int, elem: str, block: str) -> MXTensor:
     return MXTensor(qdata, scale, elem, block, -1, (rows, k))
 
 
-def _gemm(elem: str, block: str, out_dtype: torch.dtype, accumulate: bool = False) -> Callable:
+def _gemm(elem: str, block: str, out_dtype: torch.dtype, accumulate: bool = False, tile: int = 0) -> Callable:
+    """tile: which of the target's."""
+
     def build(target: Arch):
         from mxfp4.numerics.kernels.triton import gemm as k
+        from mxfp4.numerics.kernels.triton import tiles
 
         a, b = _operand(ROWS, INNER, elem, block), _operand(COLUMNS, INNER, elem, block)
         out = torch.empty((ROWS, COLUMNS), dtype=out_dtype, device="meta")
-        _, arguments, options = k.launch(a, b, out, accumulate)
+        amd = target.backend == "hip"
+        chosen = tiles.tiles(amd, fp4=elem == "e2m1")[tile]
+        _, arguments, options = k.launch(a, b, out, accumulate, chosen, amd)
         moved = sum(t.numel() * t.element_size() for t in (a.qdata, a.scale, b.qdata, b.scale, out))
         moved += out.numel() * out.element_size() * accumulate
         shape = f"{ROWS}x{COLUMNS}x{INNER} -> {str(out_dtype).removeprefix('torch.')}"

@@ -15,7 +15,11 @@ import mxfp4
 from mxfp4.bench.isa import orientation
 from mxfp4.bench.results import attempt, gpu_seconds, torchao_to_mx
 from mxfp4.numerics import hadamard, reference
+from mxfp4.numerics.gemm_backends.backends import BACKENDS
+from mxfp4.numerics.gemm_backends.choice import Status, statuses
+from mxfp4.numerics.gemm_backends.self_check import sample_problem
 from mxfp4.numerics.kernels import quantize_matrix
+from mxfp4.numerics.native import chip_path
 from mxfp4.numerics.operand_plan import OperandPlan
 from mxfp4.numerics.ops import packed_operands
 from mxfp4.numerics.ops.rotate import rotated
@@ -186,3 +190,28 @@ def _gemms(seed: Tensor, rivals: bool) -> Iterator[dict]:
         return {"seconds": seconds, "ratio": plain / seconds}
 
     yield attempt("gemm, packed", "tl.dot_scaled alone", dot_scaled)
+    if chip_path(torch.device(DEVICE)) == "native":
+        yield from _back_ends(a, b, plain)
+
+
+def _back_ends(a: Tensor, b: Tensor, plain: float) -> Iterator[dict]:
+    """Each back end of the packed GEMM, scales laid out as it reads them included, relative to BF16's `plain` seconds;
+    one that is not used here with the reason."""
+    sides = [mxfp4.quantize(t) for t in (a, b)]
+    for status in statuses(DEVICE):
+
+        def measured(status: Status = status) -> dict:
+            if status.state != "usable":
+                raise RuntimeError(str(status))
+            call = lambda: BACKENDS[status.name].multiply(*sides, BF16)
+            correct = sample_problem(*sides, call()) is None
+            seconds = gpu_seconds(call, 10)
+            flops = 2 * a.shape[0] * b.shape[0] * a.shape[1]
+            return {
+                "seconds": seconds,
+                "ratio": plain / seconds,
+                "flops_per_second": flops / seconds,
+                "correct": correct,
+            }
+
+        yield attempt("gemm, packed", f"back end {status.name}", measured)

@@ -23,10 +23,11 @@ from mxfp4.layers.plan import (  # noqa: F401  (the address of some for callers)
     token_multiple,
 )
 from mxfp4.layers.recipe import Operand, Recipe
+from mxfp4.numerics.gemm_backends.library import as_dtype, gemm, gemm_dtype
 from mxfp4.numerics.operand_plan import PRESCALE, OperandPlan
 from mxfp4.numerics.ops import packed_operands
 from mxfp4.numerics.ops.block_quantize import scale_product
-from mxfp4.numerics.ops.matmul import OUT_DTYPES, as_dtype, gemm, gemm_dtype
+from mxfp4.numerics.ops.matmul import OUT_DTYPES
 from mxfp4.numerics.ops.rotate import rotated
 
 FP8_MULTIPLE = 16

@@ -20,8 +20,9 @@ from mxfp4.layers.plan import SAVES, LayerPlan, layer_plan, size_problem
 from mxfp4.layers.quest import project
 from mxfp4.layers.recipe import Recipe, recipe
 from mxfp4.numerics.formats import check_float, one_of
+from mxfp4.numerics.gemm_backends.choice import requested
+from mxfp4.numerics.gemm_backends.library import as_dtype
 from mxfp4.numerics.ops.draws import LayerDraws, default_rank
-from mxfp4.numerics.ops.matmul import as_dtype
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -142,7 +143,7 @@ class MXFP4Linear(nn.Linear):
             return layer_plan(self.recipe, self.weight.device, needs_grad, self.save, nearest)
         if self._plans is None or self._plans[0] is not self.recipe:
             self._plans = self.recipe, {}
-        plans, key = self._plans[1], (device or self.weight.device, needs_grad, nearest)
+        plans, key = self._plans[1], (device or self.weight.device, needs_grad, nearest, requested())
         if key not in plans:
             plans[key] = layer_plan(self.recipe, torch.device(key[0]), needs_grad, self.save, nearest)
         return plans[key]

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from mxfp4.layers.plan import TensorPlan
+from mxfp4.numerics.gemm_backends.library import gemm_dtype
 from mxfp4.numerics.operand_plan import PRESCALE, OperandPlan
 from mxfp4.numerics.ops import packed_operands
 from mxfp4.numerics.ops.block_quantize import bf16_values, fp8_per_tensor, fp8_scale, quantize_operands
-from mxfp4.numerics.ops.matmul import gemm_dtype
 from mxfp4.numerics.ops.rotate import rotated
 from mxfp4.numerics.philox import random16
 from mxfp4.numerics.rounding import round_stochastic

@@ -9,11 +9,11 @@ each quantized twice, in two orientations, and not from an already quantized cop
     wgrad  dW [N, K] = G^T [N, T] . X^T [K, T]   contracts T (tokens)
 
 A chip with FP4 units multiplies packed MX operands as they are; one with FP8 units multiplies FP8 with a scale a
-tensor, through the library. `native.py` says which has what, and the GEMMs of a recipe may differ in it. Everywhere
-else a GEMM reads values, and packed is how the backward's operands can wait for it (`save="packed"`): 0.53 bytes an
-element (FP8: 1) in place of 2, unpacked when they are needed, the same values. What has no packed form (high
-precision, NVFP4, rotations along both axes, the prescale) is held as values on every chip, and so is the partner of
-such an operand in its GEMM.
+tensor, through the library. `native.py` says which has what, `gemm_backends` what multiplies packed operands, and the
+GEMMs of a recipe may differ in it. Everywhere else a GEMM reads values, and packed is how the backward's operands can
+wait for it (`save="packed"`): 0.53 bytes an element (FP8: 1) in place of 2, unpacked when they are needed, the same
+values. What has no packed form (high precision, NVFP4, rotations along both axes, the prescale) is held as values on
+every chip, and so is the partner of such an operand in its GEMM.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ import torch
 
 from mxfp4.layers.recipe import GEMMS, ROTATIONS, TENSORS, Gemm, Operand, Recipe
 from mxfp4.numerics.formats import BLOCK
+from mxfp4.numerics.gemm_backends.choice import described, matmul_path
+from mxfp4.numerics.gemm_backends.library import gemm_dtype
 from mxfp4.numerics.hadamard import Hadamard
-from mxfp4.numerics.native import compile_time_constant, fp8_path, matmul_path
+from mxfp4.numerics.native import compile_time_constant, fp8_path
 from mxfp4.numerics.operand_plan import OperandPlan
-from mxfp4.numerics.ops.matmul import gemm_dtype
 from mxfp4.numerics.philox import random_signs
 
 SAVES = ("values", "packed")
@@ -104,6 +105,8 @@ class LayerPlan:
     dgrad: GemmPlan | None
     """None where no gradient of X is wanted."""
     wgrad: GemmPlan | None
+    backends: str = ""
+    """What multiplies packed MX operands, in the order in which it is asked; empty where nothing does."""
 
     def __str__(self) -> str:
         head = (
@@ -126,7 +129,9 @@ class LayerPlan:
                 lines.append((gemm.gemm, tensor, gemm.units, *_columns(plan), getattr(self, tensor).read))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
-        return "\n".join([f"recipe {self.recipe}", *table])
+        packed = any(gemm is not None and gemm.units == "mx" for gemm in (self.fprop, self.dgrad, self.wgrad))
+        title = f"recipe {self.recipe}" + (f", MX GEMMs by {self.backends}" if packed and self.backends else "")
+        return "\n".join([title, *table])
 
 
 def _columns(plan: OperandPlan) -> tuple[str, ...]:
@@ -157,13 +162,14 @@ def layer_plan(
     """The plan of a layer with `recipe` (no overrides) on `device`; needs_grad: of X, of W. `save`: one of SAVES.
     nearest: where the recipe rounds stochastically, round to nearest."""
     native = matmul_path(device) == "native", fp8_path(device) == "native"
-    return _layer_plan(recipe, gemm_dtype(device), native, needs_grad, save, nearest)
+    backends = described(device) if native[0] else ""
+    return _layer_plan(recipe, gemm_dtype(device), native, needs_grad, save, nearest, backends)
 
 
 @lru_cache(maxsize=1024)
-def _layer_plan(recipe: Recipe, values_dtype, native, needs_grad, save, nearest=False) -> LayerPlan:
+def _layer_plan(recipe: Recipe, values_dtype, native, needs_grad, save, nearest=False, backends="") -> LayerPlan:
     if nearest:
-        return _layer_plan(recipe.to_nearest(), values_dtype, native, needs_grad, save)
+        return _layer_plan(recipe.to_nearest(), values_dtype, native, needs_grad, save, False, backends)
     need_x, need_w = needs_grad
     units = {gemm: _units(getattr(recipe, gemm), *native) for gemm in GEMMS}
     operands = recipe.operands()
@@ -201,6 +207,7 @@ def _layer_plan(recipe: Recipe, values_dtype, native, needs_grad, save, nearest=
         gemm_plan("fprop", x.first, w.first),
         gemm_plan("dgrad", g.first, w.second) if need_x else None,
         gemm_plan("wgrad", g.second, x.second) if need_w else None,
+        backends,
     )  # fmt: skip
 
 

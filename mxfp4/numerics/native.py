@@ -1,7 +1,7 @@
-"""Which road GEMMs take on a device, in `mxfp4.matmul` and in the layers: the one place that decides.
+"""What the units of a chip multiply themselves: blocks (MXFP4, MXFP8), and FP8 with one scale a tensor.
 
-Two decisions, for blocks (MXFP4, MXFP8) and for FP8 with one scale a tensor. Records hold both answers, and the key of
-a run depends on them.
+Who multiplies blocks where the chip can, `gemm_backends` chooses. Records hold both answers, and the key of a run
+depends on them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,8 @@ FP8_CUDA = (8, 9)
 
 
 @compile_time_constant
-def matmul_path(device: torch.device | str) -> str:
-    """ "native" where the chip multiplies MXFP4 itself, else "emulated".
-
-    Emulated: operands are dequantized to BF16 (exact for E2M1 x E8M0) and multiplied by the library's BF16 GEMM, on
-    the CPU to FP32 and an FP32 one. The values are those of the native GEMM up to the order of FP32 accumulation.
-    """
+def chip_path(device: torch.device | str) -> str:
+    """ "native" where the chip has units that multiply MXFP4, else "emulated"."""
     return _path_on(device, _gpu_path)
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 import mxfp4
-from mxfp4.numerics.native import fp8_path, matmul_path
+from mxfp4.numerics.gemm_backends.choice import gemm_backend, matmul_path
+from mxfp4.numerics.native import fp8_path
 
 PACKAGES = ("torch", "triton", "numpy")
 
@@ -32,12 +33,15 @@ def machine(device: torch.device | str) -> dict:
         "threads": torch.get_num_threads(),
         "path": matmul_path(device),
         "fp8_path": fp8_path(device),
+        "gemm_backend": gemm_backend(device),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
         **{name: version(name) for name in PACKAGES},
     }
+    if about["gemm_backend"] == "aiter":
+        about["amd-aiter"] = version("amd-aiter")
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         about["device"] = properties.name

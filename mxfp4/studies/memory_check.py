@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from mxfp4.errors import UserError
-from mxfp4.numerics.native import PATHS, fp8_path, matmul_path
+from mxfp4.numerics.gemm_backends.choice import matmul_path
+from mxfp4.numerics.native import PATHS, fp8_path
 from mxfp4.studies.scales import Scale
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.memory import Memory, estimate

@@ -6,7 +6,8 @@
     runs/weights/<scale>/<run id>/   what was trained, where it was asked for
     runs/replaced/<scale>/<run id>-1/, ...   records of arms that were then run anew
 
-The key is the SHA-256 of configuration, device type, GEMM paths and SEMANTICS_VERSION, so a record is found
+The key is the SHA-256 of configuration, device type, GEMM paths, on chips that multiply FP4 themselves the back end that
+does, and SEMANTICS_VERSION, so a record is found
 again by what it says and by nothing else, and merging two stores is copying directories. A record is
 written into a hidden folder, record.json (with the hashes of its tables) last, synced, and renamed: one
 that is half written or damaged is named in a warning and never read as whole. The tables are plain parquet
@@ -38,7 +39,8 @@ from mxfp4.directories import runs_dir
 from mxfp4.errors import Notice, UserError
 from mxfp4.layers.recipe import recipe, shown_name
 from mxfp4.locks import Lock
-from mxfp4.numerics.native import PATHS, fp8_path, matmul_path
+from mxfp4.numerics.gemm_backends.choice import CHOICES, gemm_backend, matmul_path
+from mxfp4.numerics.native import PATHS, fp8_path
 from mxfp4.studies.machine import default_device, git_state, machine
 from mxfp4.training import weights
 from mxfp4.training.checkpoints import checkpoint, durable_files
@@ -98,6 +100,11 @@ class Record:
         return _paths_of(self.machine)
 
     @property
+    def gemm_backend(self) -> str | None:
+        """What multiplied packed FP4; None where nothing did."""
+        return _backend_of(self.machine)
+
+    @property
     def timings(self) -> dict:
         """Seconds and tokens/s; `tokens_per_second` may be None for a run too short to time."""
         return self.data["timings"]
@@ -154,9 +161,10 @@ class Store:
         self.root = Path(root) if root is not None else runs_dir()
 
     def key(self, config: TrainConfig, device: torch.device | str | None = None) -> str:
-        """64 hex digits. device: None is the GPU if there is one; its type and GEMM paths count."""
+        """64 hex digits. device: None is the GPU if there is one; its type, GEMM paths and back end count."""
         device = torch.device(device) if device is not None else default_device()
-        return _key(config, device.type, _paths(device), mxfp4.SEMANTICS_VERSION)
+        paths = _paths(device)
+        return _key(config, device.type, paths, mxfp4.SEMANTICS_VERSION, _backend(device, paths))
 
     def run_id(self, config: TrainConfig, device: torch.device | str | None = None) -> str:
         """<recipe>-s<seed>-<12 digits of the key>: a safe file name whatever the recipe is called."""
@@ -176,8 +184,11 @@ class Store:
         """The whole record of this arm, or None; of a GPU where there is none, whichever way its products went."""
         device = torch.device(device) if device is not None else default_device()
         here = device.type != "cuda" or torch.cuda.is_available()
-        for paths in (_paths(device),) if here else PATHS:
-            key = _key(config, device.type, paths, mxfp4.SEMANTICS_VERSION)
+        ways = [(paths, name) for paths in PATHS for name in (_BACKENDS if paths[0] == "native" else (None,))]
+        if here:
+            ways = [((paths := _paths(device)), _backend(device, paths))]
+        for paths, name in ways:
+            key = _key(config, device.type, paths, mxfp4.SEMANTICS_VERSION, name)
             record = _read(self.root / "records" / safe_scale(config.scale) / _run_id(config, key))
             if record is not None and record.key == key:
                 return record
@@ -372,11 +383,27 @@ def _paths_of(machine: dict) -> tuple[str, str]:
     return machine["path"], machine.get("fp8_path", machine["path"])
 
 
-def _key(config: TrainConfig, device_type: str, paths: tuple[str, str], semantics_version: int) -> str:
-    """paths: (matmul_path, fp8_path); the second counts where it is not the first, as elsewhere it never did."""
+_BACKENDS = (None, *CHOICES[1:-1])
+"""What a native record may say of its back end; the first ones said nothing."""
+
+
+def _backend(device: torch.device, paths: tuple[str, str]) -> str | None:
+    return gemm_backend(device) if paths[0] == "native" else None
+
+
+def _backend_of(machine: dict) -> str | None:
+    return machine.get("gemm_backend") if machine["path"] == "native" else None
+
+
+def _key(
+    config: TrainConfig, device_type: str, paths: tuple[str, str], semantics_version: int, backend: str | None = None
+) -> str:
+    """paths: (matmul_path, fp8_path); the second counts where it is not the first, as elsewhere it never did.
+    backend: what multiplies packed FP4, which decides in what order products are added; None where nothing does."""
     path, fp8 = paths
     what = {"config": config.key_dict(), "device": device_type, "path": path, "semantics": semantics_version}
     what |= {"fp8_path": fp8} if fp8 != path else {}
+    what |= {"gemm_backend": backend} if backend is not None else {}
     return hashlib.sha256(json.dumps(what, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -391,10 +418,8 @@ def _read(folder: Path) -> Record | None:
         record = Record(folder, data)
         about, version = data["machine"], data["semantics_version"]
         problem = "does not have the key of what it holds"
-        whole = (
-            data["format"] == FORMAT
-            and _key(record.config, about["device_type"], _paths_of(about), version) == record.key
-        )
+        key = _key(record.config, about["device_type"], _paths_of(about), version, _backend_of(about))
+        whole = data["format"] == FORMAT and key == record.key
         for name in data["sha256"]:
             if whole:
                 problem = f"has a damaged {name}.parquet"

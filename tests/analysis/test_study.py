@@ -12,6 +12,7 @@ class MadeUp:
     config: TrainConfig
     run_id: str = "run"
     paths: tuple = ("emulated", "emulated")
+    gemm_backend: str | None = None
     machine: dict = field(default_factory=lambda: {"device_type": "cpu"})
 
 

@@ -12,6 +12,8 @@ from mxfp4.bench import results as bench
 from mxfp4.bench import step as bench_step
 from mxfp4.cli import main
 from mxfp4.cli.commands.bench import _line
+from mxfp4.numerics.gemm_backends.choice import Status
+from tests.fakes.gemm_libraries import StandIn
 
 
 @pytest.fixture
@@ -64,6 +66,20 @@ def test_rivals_are_checked_against_ours_and_one_that_fails_is_a_row(small, monk
     assert rows["packed", "torchao, compiled"]["correct"] is True
     packed = rows["gemm, packed", "tl.dot_scaled alone"]  # there is no GPU to run it, or it ran
     assert "problem" in packed or packed["seconds"] == 0.5
+    assert all(_line(row) for row in rows.values())
+
+
+def test_back_ends_of_the_packed_gemm_are_timed_and_checked(small, monkeypatch):
+    found = [Status("aiter", "refused", "one block: wrong"), Status("scaled_mm", "usable"), Status("triton", "usable")]
+    monkeypatch.setattr(bench_kernels, "statuses", lambda device: found)
+    monkeypatch.setitem(bench_kernels.BACKENDS, "scaled_mm", StandIn("scaled_mm", on_result=lambda y: y * 2))
+    monkeypatch.setitem(bench_kernels.BACKENDS, "triton", StandIn("triton"))
+    rows = {row["who"]: row for row in bench_kernels._back_ends(torch.randn(64, 64), torch.randn(32, 64), 1.0)}
+    assert rows["back end aiter"]["problem"] == "RuntimeError: refused: one block: wrong"
+    assert rows["back end triton"]["correct"] and not rows["back end scaled_mm"]["correct"]
+    assert (
+        rows["back end triton"]["ratio"] == 2.0 and rows["back end triton"]["flops_per_second"] == 2 * 64**2 * 32 / 0.5
+    )
     assert all(_line(row) for row in rows.values())
 
 

@@ -34,7 +34,8 @@ import torch  # noqa: E402
 
 from mxfp4.bench import results as bench  # noqa: E402
 from mxfp4.data.synthetic import SyntheticCorpus  # noqa: E402
-from mxfp4.numerics.native import fp8_path, matmul_path  # noqa: E402
+from mxfp4.numerics.gemm_backends.choice import matmul_path  # noqa: E402
+from mxfp4.numerics.native import fp8_path  # noqa: E402
 from mxfp4.studies.scales import MI355X  # noqa: E402
 from mxfp4.training import run_state  # noqa: E402
 from mxfp4.training.checkpoints import checkpoint, sharded  # noqa: E402

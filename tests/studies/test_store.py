@@ -257,23 +257,54 @@ def test_a_record_from_before_window_losses_is_read(store):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-@pytest.mark.parametrize("path, fp8", [*PATHS, ("native", None), ("emulated", None)])
-def test_records_of_gpus_are_found_where_there_is_none(store, path, fp8):
+@pytest.mark.parametrize(
+    "path, fp8, backend",
+    [*((*paths, None) for paths in PATHS), ("native", None, None), ("emulated", None, None),
+     ("native", "native", "aiter"), ("native", "native", "triton"), ("emulated", "emulated", "emulated")],
+)  # fmt: skip
+def test_records_of_gpus_are_found_where_there_is_none(store, path, fp8, backend):
     """A native GPU's key differs from an emulating one's; a laptop that reads a study can have neither. Records from
-    before FP8 was decided apart say nothing of it, and keep their keys."""
+    before FP8 was decided apart, or a back end chosen, say nothing of it, and keep their keys."""
     config = tiny_config()
     record = store.put(config, result(), "cpu", corpus="fake")
     data = json.loads((record.folder / "record.json").read_text())
-    assert data["machine"].pop("fp8_path") == "emulated"
-    data["machine"] |= {"device_type": "cuda", "path": path, **({"fp8_path": fp8} if fp8 else {})}
-    data["key"] = store_module._key(config, "cuda", (path, fp8 or path), data["semantics_version"])
+    assert data["machine"].pop("fp8_path") == data["machine"].pop("gemm_backend") == "emulated"
+    said = {name: value for name, value in (("fp8_path", fp8), ("gemm_backend", backend)) if value}
+    data["machine"] |= {"device_type": "cuda", "path": path, **said}
+    of_native = backend if path == "native" else None
+    data["key"] = store_module._key(config, "cuda", (path, fp8 or path), data["semantics_version"], of_native)
     (record.folder / "record.json").write_text(json.dumps(data))
     record.folder.rename(record.folder.with_name(store_module._run_id(config, data["key"])))
     found = store.get(config, "cuda")
-    assert found.paths == (path, fp8 or path)
+    assert found.paths == (path, fp8 or path) and found.gemm_backend == of_native
     assert store.get(config, "cpu") is None and found.paths in [r.paths for r in store.load()]
     (study,) = studies([found])
     assert ("FP8 native" in study.describe()) == (found.paths == ("emulated", "native"))
+    assert (f"FP4 native by {backend}" in study.describe()) == (of_native is not None)
+
+
+def test_the_back_end_is_in_the_key_of_native_runs_alone(store, monkeypatch):
+    config, keys = tiny_config(), {}
+    for path in ("native", "emulated"):
+        monkeypatch.setattr(store_module, "_paths", lambda device, path=path: (path, path))
+        for name in ("aiter", "triton"):
+            monkeypatch.setattr(store_module, "gemm_backend", lambda device, name=name: name)
+            keys[path, name] = store.key(config, "cuda")
+    assert keys["native", "aiter"] != keys["native", "triton"]
+    assert keys["emulated", "aiter"] == keys["emulated", "triton"]
+    assert keys["emulated", "triton"] == store_module._key(
+        config, "cuda", ("emulated", "emulated"), mxfp4.SEMANTICS_VERSION
+    )
+
+
+def test_records_of_two_back_ends_are_two_studies(store):
+    record = store.put(tiny_config(), result(), "cpu", corpus="fake")
+    native = {**record.machine, "path": "native", "fp8_path": "native"}
+    found = [
+        replace(record, data={**record.data, "machine": native | {"gemm_backend": name}})
+        for name in ("aiter", "triton")
+    ]
+    assert len(studies(found)) == 2
 
 
 def test_the_fp8_path_is_in_the_key_where_it_is_not_the_fp4_path(monkeypatch):

@@ -40,10 +40,15 @@ def diagnose(scale: str = "cpu", corpus: str | None = None) -> list[Check]:
     """All checks for running `scale`, in the order they are shown. corpus: instead of the scale's, such as c4:768-799.
     UserError for an unknown one of either."""
     chosen = get_scale(scale)
-    return [
-        *_python(), *_packages(), *_device(scale), *_rocm(scale), _compiler(), _browser(),
+    device = _device(scale)
+    checks = [
+        *_python(), *_packages(), *device, *_rocm(scale), _compiler(), _browser(),
         *_if_installed("data", lambda: data_checks(chosen, corpus)), _disk(),
-        *_if_installed("memory", lambda: [_memory(chosen)]), *_if_installed("plans", lambda: _fit(scale, corpus)),
+    ]  # fmt: skip
+    if device[-1].name == "path" and device[-1].status == "missing":  # which nothing can be computed without
+        return checks
+    return [
+        *checks, *_if_installed("memory", lambda: [_memory(chosen)]), *_if_installed("plans", lambda: _fit(scale, corpus)),
     ]  # fmt: skip
 
 
@@ -107,9 +112,9 @@ def _device(scale: str) -> list[Check]:
     if device.value.startswith("CPU"):
         advice = device.advice if device.status == "note" else f"scale {scale} needs a GPU that PyTorch sees"
         return [replace(device, status="missing", advice=advice), path]
-    if scale == "mi355x" and not path.value.startswith("native"):
+    if scale == "mi355x" and path.status == "ok" and not path.value.startswith("native"):
         advice = "P1's machine is gfx950 under ROCm; the run is right here, and slow: scale gpu is made for such GPUs"
-        return [device, replace(path, status="note", advice=advice)]
+        return [*checks[:-1], replace(path, status="note", advice=advice)]
     return checks
 
 
@@ -117,7 +122,7 @@ def _found_device() -> list[Check]:
     try:
         import torch
 
-        from mxfp4.numerics.native import fp8_path, matmul_path
+        from mxfp4.numerics.native import chip_path, fp8_path
     except ImportError as error:
         return [Check("device", "missing", f"torch does not import ({error})", make_or_pip("env", "pip install torch"))]
     if not torch.cuda.is_available():
@@ -130,15 +135,43 @@ def _found_device() -> list[Check]:
     first = names[0]
     arch = first.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{first.major}{first.minor}"
     gpu = f"{len(names)} x {first.name}, {arch}, {first.total_memory / 2**30:.0f} GiB each, {stack}"
-    path = matmul_path("cuda:0")
-    if path == "native":
-        return [Check("device", "ok", gpu), Check("path", "ok", f"native: MXFP4, MXFP8 and FP8 GEMMs on {arch}")]
+    if chip_path("cuda:0") == "native":
+        return [Check("device", "ok", gpu), *_back_ends("cuda:0"), _native_path("cuda:0", arch)]
     why = f"{arch} has no MXFP4 matrix instructions; gfx950 (MI350X, MI355X) and sm_100 have"
     fp8 = "; native: FP8 GEMMs with one scale a tensor" if fp8_path("cuda:0") == "native" else ""
     return [
         Check("device", "ok", gpu),
         Check("path", "ok", f"emulated{fp8}", f"{why}. FP4 values are right, their speed says nothing"),
     ]
+
+
+def _back_ends(device: str) -> list[Check]:
+    """One line for each FP4 GEMM back end: whether it passes its check here."""
+    from mxfp4.numerics.gemm_backends.choice import statuses
+
+    advice = "another back end is used; report this with the versions of PyTorch and of the back end"
+    return [
+        Check(
+            f"FP4 GEMM {found.name}",
+            *(("note", str(found), advice) if found.state == "refused" else ("ok", str(found))),
+        )
+        for found in statuses(device)
+    ]
+
+
+def _native_path(device: str, arch: str) -> Check:
+    """Which back end multiplies FP4 on a chip with units for it."""
+    from mxfp4.errors import UserError
+    from mxfp4.numerics.gemm_backends.choice import EMULATED, VARIABLE, described, gemm_backend
+
+    try:
+        name, order = gemm_backend(device), described(device)
+    except UserError as error:  # the one that was asked for cannot be used
+        return Check("path", "missing", str(error), f"unset {VARIABLE}")
+    if name == EMULATED:
+        advice = f"{arch} multiplies MXFP4 itself, and no back end is used: see the lines above, and {VARIABLE}"
+        return Check("path", "note", "emulated", advice)
+    return Check("path", "ok", f"native: MXFP4, MXFP8 and FP8 GEMMs on {arch}; FP4 by {order}")
 
 
 def _no_gpu(torch) -> Check:

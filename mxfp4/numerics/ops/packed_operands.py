@@ -14,6 +14,8 @@ from torch import Tensor
 
 from mxfp4.numerics.formats import ELEMS, pack_nibbles, transposed_copy
 from mxfp4.numerics.fp8 import FP8, fp8_scale
+from mxfp4.numerics.gemm_backends.choice import multiply
+from mxfp4.numerics.gemm_backends.library import gemm, gemm_dtype
 from mxfp4.numerics.kernels import HAS_TRITON
 from mxfp4.numerics.ops.block_quantize import scaled_fp8
 from mxfp4.numerics.tensor import MXTensor
@@ -64,10 +66,11 @@ def _turn_shape(qdata, elem):
 
 @torch.library.impl(_library, "gemm_packed", ANY)
 def _gemm_packed(a, a_scale, a_elem, a_block, b, b_scale, b_elem, b_block, dtype):
-    from mxfp4.numerics.kernels.triton import gemm as gemm_triton
-
-    out = a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
-    return gemm_triton.gemm(_wrap(a, a_scale, a_elem, a_block), _wrap(b, b_scale, b_elem, b_block), out)
+    a, b = _wrap(a, a_scale, a_elem, a_block), _wrap(b, b_scale, b_elem, b_block)
+    product = multiply(a, b, dtype)
+    if product is not None:
+        return product
+    return gemm(*(unpack(x.qdata, x.scale, x.elem, x.block, gemm_dtype(x.device)) for x in (a, b)), dtype)
 
 
 @torch.library.register_fake("mxfp4::gemm_packed", lib=_library)

@@ -14,6 +14,7 @@ from mxfp4.cli.commands import prepare as prepare_command
 from mxfp4.data.c4 import C4
 from mxfp4.data.packing_state import Packing
 from mxfp4.errors import UserError
+from mxfp4.numerics.gemm_backends import choice
 from mxfp4.studies.scales import SCALES, get_scale
 from tests.fakes import tiny_c4
 
@@ -54,7 +55,7 @@ def test_every_absence_comes_with_advice_on_one_line():
 
 
 def test_path_is_the_one_that_the_numerics_take():
-    from mxfp4.numerics.native import matmul_path
+    from mxfp4.numerics.gemm_backends.choice import matmul_path
 
     assert status("path").value.startswith(matmul_path("cuda" if "GiB" in status("device").value else "cpu"))
 
@@ -173,6 +174,13 @@ def test_shard_range_refuses(text):
 # Larger scales
 
 
+BACK_ENDS = {
+    "aiter": choice.Status("aiter", "not installed", "pip install amd-aiter"),
+    "scaled_mm": choice.Status("scaled_mm", "refused", "odd sizes: 12 of 40 results are wrong"),
+    "triton": choice.Status("triton", "usable"),
+}
+
+
 @pytest.fixture
 def node(monkeypatch, tmp_path):
     """Eight MI355X under ROCm, a disk with room, a mirror of C4 and the tokenizer, in the eyes of PyTorch."""
@@ -185,6 +193,8 @@ def node(monkeypatch, tmp_path):
         monkeypatch.setattr(torch.cuda, name, lambda *a, value=value: value)
     monkeypatch.setattr("mxfp4.numerics.native._gpu_path", lambda index: "native")
     monkeypatch.setattr("mxfp4.numerics.native._gpu_fp8_path", lambda index: "native")
+    monkeypatch.setattr(choice, "_chain", choice._chain.__wrapped__)
+    monkeypatch.setattr(choice, "_status", lambda name, device: BACK_ENDS[name])
     monkeypatch.setattr(machine_checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2 * 10**12}))
     monkeypatch.setattr("mxfp4.studies.memory_check.ram", lambda: 2e12)
     monkeypatch.setattr(machine_checks, "DRIVER_FILE", tmp_path / "driver")
@@ -207,7 +217,14 @@ def test_the_papers_node(node, monkeypatch):
     checks = {c.name: c for c in machine_checks.diagnose("mi355x")}
     assert [c for c in checks.values() if c.status == "missing"] == [] and "corpus prose" not in checks
     assert "8 x AMD Instinct MI355X, gfx950" in checks["device"].value and "ROCm 7.2" in checks["device"].value
-    assert checks["path"].value.startswith("native") and checks["llama tokenizer"].status == "ok"
+    assert checks["path"].value.startswith("native") and checks["path"].value.endswith("FP4 by triton, else emulated")
+    back_ends = {name: (c.status, c.value) for name, c in checks.items() if name.startswith("FP4 GEMM")}
+    assert back_ends == {
+        "FP4 GEMM aiter": ("ok", "not installed: pip install amd-aiter"),
+        "FP4 GEMM scaled_mm": ("note", "refused: odd sizes: 12 of 40 results are wrong"),
+        "FP4 GEMM triton": ("ok", "usable"),
+    }
+    assert checks["llama tokenizer"].status == "ok"
     c4 = checks["corpus c4"]
     assert c4.status == "note" and "not packed; from a local mirror" in c4.value and "CORPUS=c4:768-799" in c4.advice
     assert checks["network"].value.startswith("not tried")
@@ -289,6 +306,20 @@ def test_the_machines_memory_is_the_scales(node, monkeypatch):
     small = status("memory", "mi355x")
     assert small.status == "missing" and small.value == "64 GB" and "needs 120 GB" in small.advice
     assert status("memory", "cpu").status == "ok"
+
+
+@pytest.mark.filterwarnings("ignore:FP4 back end:mxfp4.errors.Notice")
+@pytest.mark.parametrize("asked, expected", [("aiter", "missing"), ("emulated", "note"), ("triton", "ok")])
+def test_a_back_end_that_is_asked_for_decides_the_path(node, monkeypatch, asked, expected):
+    monkeypatch.setattr(machine_checks, "data_checks", lambda *a: [])
+    monkeypatch.setenv(choice.VARIABLE, asked)
+    path = status("path", "mi355x")
+    assert path.status == expected
+    if asked == "aiter":
+        assert (
+            "gemm_backend=aiter is not installed: pip install amd-aiter" in path.value
+            and choice.VARIABLE in path.advice
+        )
 
 
 def test_a_node_with_too_little_memory(node, monkeypatch):

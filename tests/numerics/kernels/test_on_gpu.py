@@ -16,6 +16,9 @@ from hypothesis import strategies as st
 import mxfp4
 from mxfp4.numerics import reference as twin
 from mxfp4.numerics.formats import ELEMS
+from mxfp4.numerics.gemm_backends import choice
+from mxfp4.numerics.kernels.triton.tiles import tiles
+from mxfp4.numerics.native import chip_path
 from mxfp4.numerics.philox import random_signs
 from mxfp4.numerics.scale_rules import SCALE_RULES
 from tests.fakes.strategies import block
@@ -182,3 +185,35 @@ def test_signs_are_the_twins(seed):
     for size, stream in itertools.product((16, 32, 64, 128), (0, 2**31 + 5)):
         ours = random_signs(torch.tensor(seed, device=DEVICE), size, stream)
         assert torch.equal(ours.cpu(), random_signs(torch.tensor(seed), size, stream))
+
+
+def native_chip() -> None:
+    """Skip the test where the chip has no FP4 units."""
+    if chip_path("cuda") != "native":
+        pytest.skip("the chip has no FP4 units")
+
+
+@on_gpu
+@pytest.mark.gpu
+def test_our_gemm_passes_its_check_and_what_is_used_is_right():
+    native_chip()
+    found = {status.name: status for status in choice.statuses("cuda")}
+    assert found["triton"].state == "usable", found["triton"]
+    a, b = operand(256, 2048, 1), operand(512, 2048, 2)
+    assert_product(mxfp4.matmul(a, b, torch.bfloat16), a, b)
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [1024, 2080])
+def test_all_tiles_of_the_fp4_gemm_give_the_same_bits(k):
+    native_chip()
+    kernel, outputs = load("gemm"), []
+    a, b = operand(320, k, 1), operand(512, k, 2)
+    for tile in tiles(kernel.ON_AMD):
+        out = torch.full((320, 512), torch.nan, device=DEVICE)
+        grid, arguments, options = kernel.launch(a, b, out, False, tile)
+        kernel._gemm_kernel[grid](**arguments, **options)
+        outputs.append(out)
+    assert_product(outputs[0], a, b)
+    assert all(torch.equal(out, outputs[0]) for out in outputs)

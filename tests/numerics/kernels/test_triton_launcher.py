@@ -94,7 +94,7 @@ def test_interpreted_kernels_are_never_looked_up():
 
 def test_on_amd_memory_beyond_32_bits_is_another_kernel(monkeypatch):
     """Triton uses buffer instructions there for tensors whose storage is below 2 GiB."""
-    monkeypatch.setattr(launcher, "_ON_AMD", True)
+    monkeypatch.setattr(launcher, "ON_AMD", True)
     small = torch.empty(64, device="meta")
     large = torch.empty(2**30, device="meta")[:64]
     assert address_class(small) != address_class(large)

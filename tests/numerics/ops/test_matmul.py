@@ -165,7 +165,7 @@ def test_errors(call, error, message):
 
 
 def test_public_path():
-    from mxfp4.numerics.native import matmul_path
+    from mxfp4.numerics.gemm_backends.choice import matmul_path
 
     assert matmul_path("cpu") == matmul_path(torch.device("cpu")) == "emulated"
     assert mxfp4.matmul is matmul
@@ -188,7 +188,7 @@ def test_what_a_chip_multiplies_itself(arch, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: type("Card", (), {"gcnArchName": arch}))
     for function in (path._gpu_path, path._gpu_fp8_path):
         function.cache_clear()
-    found = path.matmul_path("cuda"), path.fp8_path(torch.device("cuda", 0))
+    found = path.chip_path("cuda"), path.fp8_path(torch.device("cuda", 0))
     for function in (path._gpu_path, path._gpu_fp8_path):
         function.cache_clear()
     assert found == expected and found in path.PATHS

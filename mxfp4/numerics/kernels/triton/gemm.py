@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mxfp4.numerics.formats import BLOCK, elem_format
-from mxfp4.numerics.kernels.triton.launcher import Launch, Launcher, on_device_of
+from mxfp4.numerics.kernels.triton.launcher import ON_AMD, Launch, Launcher, on_device_of
+from mxfp4.numerics.kernels.triton.tiles import TUNED_FLOPS, Tile, fastest, tiles
 from mxfp4.numerics.tensor import MXTensor
 
 
@@ -67,10 +68,6 @@ def _gemm_kernel(
     tl.store(target, total.to(out.dtype.element_ty), mask=inside)
 
 
-# Tiles: 128 x 128 outputs and 256 of K (FP8: 128) fill gfx950's 160 KiB of LDS and sm_100's tensor memory twice over.
-TILE = {"BM": 128, "BN": 128, "GROUP": 8, "num_stages": 2}
-
-
 def gemm(a: MXTensor, b: MXTensor, out: Tensor, accumulate: bool = False) -> Tensor:
     """Out [M, N] (FP32 or BF16, columns contiguous) = a [M, K] b [N, K]^T, or += with `accumulate`; FP32 inside.
 
@@ -87,10 +84,14 @@ def gemm(a: MXTensor, b: MXTensor, out: Tensor, accumulate: bool = False) -> Ten
 _gemm = Launcher(_gemm_kernel)
 
 
-def launch(a: MXTensor, b: MXTensor, out: Tensor, accumulate: bool) -> Launch:
-    """(grid, arguments, constants and options) of the kernel: what `gemm` runs and `isa` compiles."""
+def launch(
+    a: MXTensor, b: MXTensor, out: Tensor, accumulate: bool, tile: Tile | None = None, amd: bool = ON_AMD
+) -> Launch:
+    """(grid, arguments, constants and options) of the kernel: what `gemm` runs and `isa` compiles.
+
+    tile: None takes the fastest, which is looked for on a GPU where a shape is first met.
+    """
     (m, k), n = a.shape, b.shape[0]
-    block_k = 256 if a.elem == b.elem == "e2m1" else 128
     arguments = {
         "a": a.qdata,
         "a_scale": a.scale,
@@ -106,18 +107,21 @@ def launch(a: MXTensor, b: MXTensor, out: Tensor, accumulate: bool) -> Launch:
         "b_scale_stride": b.scale.stride(0),
         "out_stride": out.stride(0),
     }
-    options = {
+    constants = {
         "A_ELEM": a.elem,
         "B_ELEM": b.elem,
         "A_SCALE_ROWS": BLOCK if a.block == "2d" else 1,
         "B_SCALE_ROWS": BLOCK if b.block == "2d" else 1,
         "ACCUMULATE": accumulate,
-        "EVEN_K": k % block_k == 0,
-        "BK": block_k,
-        **TILE,
-        "num_warps": 8 if accumulate else 4,  # the old values take registers beside the new ones
     }
-    return (triton.cdiv(m, TILE["BM"]) * triton.cdiv(n, TILE["BN"]),), arguments, options
+    fp4 = a.elem == b.elem == "e2m1"
+    if tile is None:
+        worth = fp4 and not accumulate and 2 * m * n * k >= TUNED_FLOPS
+        tile = fastest(amd, _gemm_kernel, arguments, constants, worth) if fp4 else tiles(amd, fp4)[0]
+    options = {**constants, "EVEN_K": k % tile.BK == 0, **tile.options()}
+    if accumulate:  # the old values take registers beside the new ones
+        options["num_warps"] = 8
+    return (triton.cdiv(m, tile.BM) * triton.cdiv(n, tile.BN),), arguments, options
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 Launch = tuple[tuple[int, ...], dict, dict]  # (grid, arguments, constants and options)
-_ON_AMD = bool(torch.version.hip)
+ON_AMD = bool(torch.version.hip)
 _32_BITS = 2**31
 
 
@@ -52,7 +52,7 @@ def address_class(t: Tensor | None) -> int:
     if t is None:
         return -1
     aligned = t.data_ptr() % 16 == 0
-    return aligned + 2 * (t.untyped_storage().nbytes() < _32_BITS) if _ON_AMD else aligned
+    return aligned + 2 * (t.untyped_storage().nbytes() < _32_BITS) if ON_AMD else aligned
 
 
 class on_device_of:
