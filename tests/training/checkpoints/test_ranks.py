@@ -17,8 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mxfp4.errors import UserError
-from mxfp4.training.checkpoints import checkpoint, sharded
-from mxfp4.training.checkpoints.resume import SHARE, Checkpoints
+from mxfp4.training.checkpoints import checkpoint, dcp_folder
 from mxfp4.training.execution.distributed import ALONE, here
 from mxfp4.training.loop import train
 from tests.fakes import FakeCorpus, tiny_config
@@ -37,21 +36,20 @@ def run(folder, *, until=None, rank=0, **options):
 
 
 def killed_while_writing(ranks, folder):
-    """kill -9 of both ranks between their shards of step 5 and the sums."""
-    honest = sharded.write_atomic
+    """kill -9 of both ranks between their shards of step 5 and its sums: everything else is there."""
+    honest = dcp_folder.write_atomic
 
     def write_atomic(path, data):
-        if path.parent.name == "step-00000005":
-            time.sleep(0.5 * (1 - ranks.rank))  # rank 1 first: its shards are there, and rank 0 has seen nothing
-            os.kill(os.getpid(), signal.SIGKILL)
+        if path.parent.name == "step-00000005" and path.name == "SHA256SUMS":
+            os.kill(os.getpid(), signal.SIGKILL)  # rank 0, which writes them; the other waits for it, and is killed
         honest(path, data)
 
-    sharded.write_atomic = write_atomic
-    run(folder / "killed", checkpoint_seconds=0)
+    dcp_folder.write_atomic = write_atomic
+    run(folder / "killed", checkpoint_minutes=0)
 
 
 def bad_days(ranks, folder):
-    keep(ranks, folder / "straight.pt", run(folder / "straight", checkpoint_seconds=0))
+    keep(ranks, folder / "straight.pt", run(folder / "straight", checkpoint_minutes=0))
     paused = run(folder / "paused", until=5, rank=1)  # one rank is told to stop
     assert paused.outcome["status"] == "paused" and paused.outcome["step"] == 5
     ranks.agree(None)
@@ -107,7 +105,7 @@ def full_disk(ranks, folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sharded")
+    folder = tmp_path_factory.mktemp("ranks")
     run(folder / "from one", until=5)
     launch(killed_while_writing, 2, folder, dying=True)
     launch(bad_days, 2, folder)
@@ -165,7 +163,7 @@ def test_another_number_of_ranks_goes_on(folder, name):
 
 def test_a_full_disk_on_one_rank_is_one_line_on_all_and_leaves_what_was_there(folder):
     found = json.loads((folder / "full.json").read_text())
-    line = f"cannot write checkpoint {folder}/full/step-00000004: the disk is full; earlier checkpoints are intact"
+    line = f"cannot write checkpoint {folder}/full/step-00000004: the disk is full; the last whole one is of step 2"
     assert found == {"said": [line, line], "left": ["step-00000002"]}
 
 
@@ -178,14 +176,14 @@ def test_sums_are_those_that_sha256sum_reads(folder):
 
 def test_each_rank_writes_several_files_and_each_is_summed(folder):
     path = checkpoint.entries(folder / "to one")[0]
-    names = [f"__{rank}_{i}.distcp" for rank in range(2) for i in range(sharded.FILES)]
+    names = [f"__{rank}_{i}.distcp" for rank in range(2) for i in range(dcp_folder.FILES)]
     assert sorted(p.name for p in path.glob("*.distcp")) == names
     assert set(names) <= {line.split("  ")[1] for line in (path / "SHA256SUMS").read_text().splitlines()}
 
 
 def test_a_gpus_copy_is_complete_before_the_tensors_change_and_its_memory_is_kept(monkeypatch):
     """Without a GPU: its pinned memory is plain, and its copies are late, done when that GPU is waited for."""
-    host, copy = sharded._host, torch.Tensor.copy_
+    host, copy = dcp_folder._host, torch.Tensor.copy_
     pins: list[bool] = []
     copies: list[tuple] = []
 
@@ -201,10 +199,10 @@ def test_a_gpus_copy_is_complete_before_the_tensors_change_and_its_memory_is_kep
         pins.append(pinned)
         return host(tensor, pinned=False)
 
-    monkeypatch.setattr(sharded, "_host", unpinned)
+    monkeypatch.setattr(dcp_folder, "_host", unpinned)
     monkeypatch.setattr(torch.Tensor, "copy_", copy_)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    copier = sharded.copier(torch.device("cuda", 1))
+    copier = dcp_folder.copier(torch.device("cuda", 1))
     tensors = {"a": torch.arange(6.0).view(2, 3), "step": torch.tensor(1.0)}
     first = copier.stage(tensors)
     for tensor in tensors.values():
@@ -218,7 +216,7 @@ def test_a_gpus_copy_is_complete_before_the_tensors_change_and_its_memory_is_kep
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_the_copy_is_pinned_and_complete():
-    copier, x = sharded.copier(torch.device("cuda")), torch.randn(2**26, device="cuda")
+    copier, x = dcp_folder.copier(torch.device("cuda")), torch.randn(2**26, device="cuda")
     for _ in range(2):
         x.mul_(-1)
         wanted = x.cpu()
@@ -227,7 +225,6 @@ def test_on_a_gpu_the_copy_is_pinned_and_complete():
         assert copy.is_pinned() and torch.equal(copy, wanted)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_an_error_in_any_of_the_threads_that_write_is_not_lost(tmp_path, monkeypatch):
     """DCP's own threads end without a word, and the checkpoint would count as whole."""
     honest = os.fsync
@@ -239,11 +236,11 @@ def test_an_error_in_any_of_the_threads_that_write_is_not_lost(tmp_path, monkeyp
         honest(handle)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    tensors = {str(i): torch.full((100,), float(i)) for i in range(2 * sharded.FILES)}
+    tensors = {str(i): torch.full((100,), float(i)) for i in range(2 * dcp_folder.FILES)}
     path = tmp_path / "step-00000001"
     with pytest.raises(CheckpointException) as caught:
-        dcp.save(tensors, storage_writer=sharded._Writer(path, {}), no_dist=True)
-    assert sharded._reason(caught.value) == "the disk is full"
+        dcp.save(tensors, storage_writer=dcp_folder._Writer(path, {}), no_dist=True)
+    assert dcp_folder._reason(caught.value) == "the disk is full"
     assert not (path / "SHA256SUMS").exists()
 
 
@@ -251,29 +248,7 @@ def test_an_error_in_any_of_the_threads_that_write_is_not_lost(tmp_path, monkeyp
 def test_sums_that_lost_lines_are_no_proof(folder, tmp_path, left):
     path = tmp_path / "step-00000007"
     shutil.copytree(folder / "straight" / path.name, path)
-    assert sharded.problem(path, ALONE) is None
+    assert dcp_folder.problem(path, ALONE) is None
     lines = (path / "SHA256SUMS").read_text().splitlines(keepends=True)
     (path / "SHA256SUMS").write_text("".join(lines[:left]))
-    assert sharded.problem(path, ALONE) == "is damaged (SHA256SUMS lacks lines)"
-
-
-def test_saving_takes_a_small_share_of_the_time_and_no_wall_clock(monkeypatch, tmp_path):
-    """A save that took 3 s is followed by 150 s of training; a wall clock that jumps back changes nothing."""
-    now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "time", lambda: -1e9)
-    model = torch.nn.Linear(2, 2)
-    checkpoints = Checkpoints(tmp_path, model, torch.optim.AdamW(model.parameters()), ALONE, 60.0)
-
-    def slow(*_):
-        now[0] += 3.0
-
-    monkeypatch.setattr(checkpoint, "save", slow)
-    assert not checkpoints.due()
-    now[0] += 60
-    assert checkpoints.due()
-    checkpoints.save(1, {}, wait=False)
-    now[0] += 3 / SHARE - 1
-    assert not checkpoints.due()
-    now[0] += 1
-    assert checkpoints.due()
+    assert dcp_folder.problem(path, ALONE) == "is damaged (SHA256SUMS lacks lines)"
