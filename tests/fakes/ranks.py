@@ -15,7 +15,15 @@ from mxfp4.training.execution import distributed
 SECONDS = 300  # a hang, on a busy machine too
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["mxfp4.studies.arm_queue", "mxfp4.training.checkpoints.dcp_folder", "torch.distributed.fsdp"]
+    [
+        "mxfp4.studies.arm_queue",
+        "mxfp4.training.checkpoints.dcp_folder",
+        "torch.distributed.fsdp",
+        "torch._dynamo",
+        "torch._inductor.config",
+        "torch.onnx",
+        "triton",
+    ]
 )
 
 

@@ -41,7 +41,7 @@ def test_status_says_how_far_a_run_is(scale, tmp_path, monkeypatch, capsys):
         r"(?:[\d.]+ k? ?tokens/s, )?about ([\d.]+) (min|h) left, last checkpoint: step (\d+), 2\.0 h ago, stopped", line,
     )  # fmt: skip
     # A slow machine may have had the time for a first step alone, which is not timed.
-    assert found and int(found[1]) == int(found[4]) == checkpoint.step_of(newest), line
+    assert found and int(found[1]) == int(found[5]) == checkpoint.step_of(newest), line
 
 
 def test_figures_are_those_of_the_checkpoint(tmp_path):

@@ -109,7 +109,7 @@ class Checkpoints:
         """Wait for a write in work and note how it ended."""
         if self.writing is None:
             return
-        while not wait([self.writing], max(self.saved + self.warn_after - time.monotonic(), 0.0)).done:
+        while not wait([self.writing], min(max(self.saved + self.warn_after - time.monotonic(), 0.0), 3600.0)).done:
             self._warn_if_stalled()
         error, self.writing = self.writing.exception(), None
         if error is None:

@@ -74,6 +74,23 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(tmp_path, damage):
         assert latest(tmp_path) == (1, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("kept", "says"),
+    [
+        (lambda name: False, "SHA256SUMS lacks lines"),
+        (lambda name: name != "run.json", "SHA256SUMS lacks lines"),
+        (lambda name: name != ".metadata", "SHA256SUMS lacks lines"),
+        (lambda name: name != "__0_0.distcp", "SHA256SUMS has no line for __0_0.distcp"),
+    ],
+)
+def test_sums_that_lost_lines_are_no_proof(tmp_path, kept, says):
+    path = leave(tmp_path, 1, state(1.0))
+    assert dcp_folder.problem(path, ALONE) is None
+    lines = (path / "SHA256SUMS").read_text().splitlines(keepends=True)
+    (path / "SHA256SUMS").write_text("".join(line for line in lines if kept(line.split()[1])))
+    assert dcp_folder.problem(path, ALONE) == f"is damaged ({says})"
+
+
 def test_a_kill_at_any_instant_leaves_the_former_or_the_new_one(tmp_path, monkeypatch):
     """Of a run that goes from steps 1 and 2 to 3: what is on the disk whenever it is changed."""
     run, states = tmp_path / "run", tmp_path / "states"
