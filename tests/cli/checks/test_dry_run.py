@@ -134,6 +134,15 @@ def test_the_host_holds_checkpoints_in_writing(tmp_path, monkeypatch):
     assert dry_run(three, Store(tmp_path)).staging == 3 * 12 * three.arms[0].model.n_params()
 
 
+def test_the_disk_holds_three_checkpoints_of_an_arm(tmp_path):
+    ((name, size),) = [row for row in dry_run(large(), Store(tmp_path)).disk if row[0].startswith("checkpoints")]
+    assert size == 3 * 12 * large().arms[0].model.n_params()
+    assert name == (
+        "checkpoints: 3 of 12 bytes a parameter for each arm in work (1), the largest 96.4 GB; one every 20 min at most, "
+        "and only where it has room"
+    )
+
+
 def test_kept_weights_are_on_the_disk_and_an_arm_without_them_is_left(tmp_path):
     store, small = Store(tmp_path), plan("table1", "cpu", recipes=["bf16", "fp8"], seeds=[0])
     put(store, small.arms[0])
