@@ -2,7 +2,8 @@
 
 The same answer for a dry run and before training, which refuses what cannot fit rather than let an allocator or the
 kernel's OOM killer end it hours later. GPU memory, and the CPU's, is `training.memory`'s estimate. The host of GPUs
-holds a copy of what a checkpoint takes while it is written beside the training, in pinned memory (`training.sharded`).
+holds a copy of what a checkpoint takes while it is written beside the training, in pinned memory
+(`training.checkpoints.dcp_folder`).
 """
 
 from __future__ import annotations
@@ -108,9 +109,9 @@ def needed(memory: Memory, machine: Machine, at_a_time: int) -> float:
     return at_a_time * (memory.peak + beside)
 
 
-def staged(configs: Iterable[TrainConfig], scale: Scale, machine: Machine, running: int) -> float:
+def staged(configs: Iterable[TrainConfig], machine: Machine, running: int) -> float:
     """Bytes of the host's memory that hold the checkpoints in writing of `running` arms, on the ranks of one node."""
-    if not machine.gpus or not scale.spread:
+    if not machine.gpus:
         return 0.0
     sizes = sorted((float(STAGED * c.model.n_params()) for c in configs), reverse=True)
     return sum(sizes[:running])
@@ -168,7 +169,7 @@ def check_room(
     running = at_a_time * max(gpus * nodes // ranks, 1)
     problems = [
         *too_large(found, scale, machine, sharing),
-        *too_much_staged(staged(configs, scale, machine, running) / nodes, machine),
+        *too_much_staged(staged(configs, machine, running) / nodes, machine),
     ]
     if problems:
         raise UserError(problems[0])

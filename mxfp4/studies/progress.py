@@ -7,12 +7,9 @@ can be minutes old; `saved` tells.
 from __future__ import annotations
 
 import math
-import pickle
 import time
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from mxfp4.text import count
 from mxfp4.training.checkpoints import checkpoint
@@ -43,22 +40,11 @@ def progress(folder: Path) -> Progress | None:
     """Of the run with checkpoints in `folder`; None without one that can be read, as while one is just being removed."""
     for path in checkpoint.entries(folder):
         try:
-            saved = max(time.time() - path.stat().st_mtime, 0.0)
-            return _progress(checkpoint.step_of(path), _plain(path), saved)
-        except (OSError, ValueError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError):
+            saved = max(time.time() - (path / checkpoint.SUMS).stat().st_mtime, 0.0)
+            return _progress(checkpoint.step_of(path), checkpoint.plain(path), saved)
+        except (OSError, ValueError, KeyError):
             continue
     return None
-
-
-def _plain(path: Path) -> dict:
-    """A checkpoint's plain data, without reading its tensors."""
-    if not path.is_dir():
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    from mxfp4.training.checkpoints.sharded import rest  # slow to import
-
-    if not (path / checkpoint.SUMS).is_file():
-        raise ValueError(f"{path} is not finished")
-    return rest(path)
 
 
 def _progress(step: int, state: dict, saved: float) -> Progress:
@@ -81,7 +67,8 @@ def duration(seconds: float) -> str:
 
 
 def text(p: Progress) -> str:
-    """ "at step 480 of 1216, loss 3.2140 (evaluated 3.3010), 152 k tokens/s, about 12.3 min left, saved 40 s ago"."""
+    """ "at step 480 of 1216, loss 3.2140 (evaluated 3.3010), 152 k tokens/s, about 12.3 min left, last checkpoint: step 480,
+    40 s ago"."""
     parts = [f"at step {p.step} of {p.steps}"]
     if p.loss is not None:
         evaluated = "" if p.eval_loss is None else f" (evaluated {p.eval_loss:.4f})"
@@ -90,4 +77,4 @@ def text(p: Progress) -> str:
         parts.append(f"{count(p.tokens_per_second)} tokens/s")
     if p.seconds_left is not None:
         parts.append(f"about {duration(p.seconds_left)} left{' at most' * p.to_target}")
-    return ", ".join([*parts, f"saved {duration(p.saved)} ago"])
+    return ", ".join([*parts, f"last checkpoint: step {p.step}, {duration(p.saved)} ago"])

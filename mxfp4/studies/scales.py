@@ -70,6 +70,8 @@ class Scale:
     """GPUs that train one arm together (FSDP2); 0: as many of those there are as share a batch's parts evenly."""
     recompute_every: int = 0
     """Every n-th block computes its activations again in the backward; 0: none does."""
+    checkpoint_minutes: float = 1.0
+    """Least time between two checkpoints of an arm, unless saving then takes more than 2% of the time (`resume`)."""
 
     @property
     def needs_gpu(self) -> bool:
@@ -78,7 +80,7 @@ class Scale:
 
     @property
     def spread(self) -> bool:
-        """Whether arms are for several ranks: then checkpoints are sharded, on a single GPU too."""
+        """Whether arms are for several ranks: then parameters are sharded, on a single GPU too."""
         return self.ranks_per_arm != 1
 
     def ranks_on(self, gpus: int) -> int:
@@ -87,7 +89,7 @@ class Scale:
 
     def execution(self) -> dict:
         """How a step is executed, which changes no result's meaning: keywords of `train`."""
-        names = ("compile", "capture", "deterministic", "recompute_every")
+        names = ("compile", "capture", "deterministic", "recompute_every", "checkpoint_minutes")
         return {name: getattr(self, name) for name in names}
 
     def config(self, recipe: str, seed: int, **overrides) -> TrainConfig:
@@ -228,6 +230,7 @@ MI355X = Scale(
     decay_steps=1_200_000,
     compile=True,
     ranks_per_arm=0,
+    checkpoint_minutes=20.0,  # of 96 GB each: a kill costs 10 minutes on average, a disk of 100 MB/s can follow
 )
 
 SCALES = {scale.name: scale for scale in (CPU, GPU, MI355X)}

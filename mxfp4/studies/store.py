@@ -17,7 +17,6 @@ that many can be read as one. No file is empty.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -239,9 +238,7 @@ class Store:
                 _sync_file(work / f"{name}.parquet")
             self._place(work, final)
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            reason = "the disk is full" if full else error.strerror or str(error)
-            raise UserError(f"cannot write record {final}: {reason}; nothing was changed") from None
+            raise UserError(f"cannot write record {final}: {durable_files.why(error)}; nothing was changed") from None
         finally:
             shutil.rmtree(work, ignore_errors=True)
         record = _read(final)

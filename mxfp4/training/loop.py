@@ -32,7 +32,7 @@ from mxfp4.training.execution.determinism import fixed_order
 from mxfp4.training.protocols import Probe, TokenSource, TrainResult
 from mxfp4.training.run_state import Run
 
-CHECKPOINT_SECONDS = 60.0
+CHECKPOINT_MINUTES = 1.0
 
 
 def train(
@@ -41,7 +41,7 @@ def train(
     corpus: TokenSource | None = None,
     device: torch.device | str | None = None,
     checkpoint_dir: Path | str | None = None,
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    checkpoint_minutes: float = CHECKPOINT_MINUTES,
     on_step: Callable[[int], None] | None = None,
     probe: Probe | None = None,
     progress: bool = True,
@@ -55,15 +55,15 @@ def train(
     """Train one arm, from its checkpoint if `checkpoint_dir` holds one; on every rank of `distributed.joined` alike.
 
     corpus: None packs or opens `config.corpus`. device: None is the GPU if there is one.
-    checkpoint_seconds: least time between checkpoints (0: one a step). on_step: called with the number of each
-    finished step. compile: torch.compile on each block. capture: run a step as one CUDA graph, on a single rank. A
+    checkpoint_minutes: least time between checkpoints (0: one a step); saving takes 2% of the time at most, so a large
+    model on a slow host is saved less often. on_step: called with the number of each finished step. compile: torch.compile on each block. capture: run a step as one CUDA graph, on a single rank. A
     model with experts runs without either. deterministic: sums in a fixed order (`determinism`; on the CPU with one
     number of threads they have it anyway). recompute_every: every n-th block computes its activations again in the
     backward. stop: asked after each step; True, on any rank, leaves a checkpoint and gives the outcome "paused".
     arms_on_device: how many train there now, this one included; the timings say what the seconds are to be divided by
     for this one's part of the device's time.
-    Raises UserError when the corpus, the checkpoint or the number of ranks does not fit the configuration, or a
-    checkpoint cannot be written.
+    Raises UserError when the corpus, the checkpoint or the number of ranks does not fit the configuration, or the
+    checkpoint of a pause cannot be written. Another that cannot be is a warning.
     """
     ranks = distributed.here()
     if ranks.size > 1:
@@ -81,7 +81,7 @@ def train(
     todo = branches(config)
     checkpoints = None
     if checkpoint_dir is not None:
-        checkpoints = Checkpoints(Path(checkpoint_dir), run.model, run.optimizer, ranks, checkpoint_seconds)
+        checkpoints = Checkpoints(Path(checkpoint_dir), run.model, run.optimizer, ranks, checkpoint_minutes)
         run.resume(checkpoints)
     bar = tqdm(
         total=config.steps,
@@ -109,7 +109,7 @@ def train(
             due = checkpoints is not None and ranks.rank == 0 and checkpoints.due()
             paused, due = ranks.any(stop is not None and stop(), due)
             if checkpoints is not None and (paused or due):
-                run.save(checkpoints, wait=paused or checkpoint_seconds == 0)
+                run.save(checkpoints)
             if paused and run.status is None:
                 run.status = "paused"
     if checkpoints is not None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mxfp4.data.known_entropy import KnownEntropy
 from mxfp4.errors import UserError
 from mxfp4.layers.linear import set_step, weights_kept
+from mxfp4.numerics.version import SEMANTICS_VERSION
 from mxfp4.training import nonfinite
 from mxfp4.training.arm_model import in_recipe, initial_model
 from mxfp4.training.branch import Branch, kept
@@ -268,13 +269,14 @@ class Run:
         blank = dict.fromkeys((*names, *(f"eval_loss_{name}" for name in self.config.eval_forwards)), math.nan)
         return {"step": step, "tokens": step * self.config.tokens_per_step, **blank, **known}
 
-    def save(self, checkpoints: Checkpoints, wait: bool) -> None:
+    def save(self, checkpoints: Checkpoints) -> None:
         """Leave a checkpoint, unless the losses it would hold show that the run has diverged."""
         self.fetch()
         if self.status is not None:
             return
         plain = {
             "config": self.config.to_dict(),
+            "semantics_version": SEMANTICS_VERSION,
             "corpus": self.corpus.fingerprint,
             "curve": self.rows,
             "window_losses": self.window_losses,
@@ -288,7 +290,7 @@ class Run:
             "timed_tokens": self.timed_tokens,
             "replayed": self.replayed,
         }
-        checkpoints.save(self.step, plain, wait=wait)
+        checkpoints.save(self.step, plain)
         self.timed_from = time.perf_counter(), self.step
 
     def resume(self, checkpoints: Checkpoints) -> None:
@@ -301,6 +303,12 @@ class Run:
                     raise UserError(
                         f"{checkpoints.folder} is of a run with {name}={theirs[name]!r}, this one has {ours[name]!r}"
                     )
+            version = state.get("semantics_version", SEMANTICS_VERSION)
+            if version != SEMANTICS_VERSION:
+                raise UserError(
+                    f"{checkpoints.folder} is of a run by semantics version {version}, this is {SEMANTICS_VERSION}: its "
+                    "numbers would change midway; train it in another folder"
+                )
             if state["corpus"] != self.corpus.fingerprint:
                 raise UserError(
                     f"{checkpoints.folder} was trained on corpus {state['corpus']}, this one is "

@@ -10,7 +10,6 @@ Written beside its place and renamed, so it is whole or not there. A run leaves 
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from mxfp4.errors import UserError
 from mxfp4.training.checkpoints import checkpoint
+from mxfp4.training.checkpoints.durable_files import why
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.execution.distributed import ALONE
 from mxfp4.training.model import Llama
@@ -73,8 +73,8 @@ def save(folder: Path, model: nn.Module, config: TrainConfig, tokenizer: Path | 
         shutil.rmtree(folder, ignore_errors=True)
         work.rename(folder)
     except (OSError, SafetensorError) as error:
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
-        reason = "the disk is full" if full else getattr(error, "strerror", None) or str(error)
+        full = "No space left" in str(error)
+        reason = why(error) if isinstance(error, OSError) else "the disk is full" if full else str(error)
         raise UserError(f"cannot write weights {folder}: {reason}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -110,16 +110,13 @@ def load(folder: Path) -> Weights:
 
 
 def _from_checkpoint(path: Path) -> tuple[TrainConfig, dict[str, Tensor]]:
-    if not path.is_dir():
-        state = checkpoint.read(path)
-        return TrainConfig.from_dict(state["config"]), state["model"]
-    from mxfp4.training.checkpoints import sharded  # slow to import
+    from mxfp4.training.checkpoints import dcp_folder  # slow to import
 
-    if problem := sharded.problem(path, ALONE):
+    if problem := dcp_folder.problem(path, ALONE):
         raise checkpoint.Damaged(problem)
-    config = TrainConfig.from_dict(sharded.rest(path)["config"])
+    config = TrainConfig.from_dict(checkpoint.plain(path)["config"])
     with torch.device("meta"):
         names = {name: p.shape for name, p in Llama(config.model).named_parameters()}
     tensors = {name: torch.empty(shape) for name, shape in names.items()}
-    sharded.read(path, {f"model.{name}": t for name, t in tensors.items()}, ALONE)
+    dcp_folder.read(path, {f"model.{name}": t for name, t in tensors.items()}, ALONE)
     return config, tensors

@@ -1,4 +1,4 @@
-"""Several ranks in tests: processes over gloo, forked from a server that has torch loaded."""
+"""Several ranks in tests: processes over gloo, forked from a server that has loaded once what they need."""
 
 from __future__ import annotations
 
@@ -13,11 +13,22 @@ import torch
 from mxfp4.training.execution import distributed
 
 SECONDS = 300  # a hang, on a busy machine too
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(
+    [
+        "mxfp4.studies.arm_queue",
+        "mxfp4.training.checkpoints.dcp_folder",
+        "torch.distributed.fsdp",
+        "torch._dynamo",
+        "torch._inductor.config",
+        "torch.onnx",
+        "triton",
+    ]
+)
 
 
 def launch(scenario, size: int, *args, dying: bool = False) -> None:
     """Run `scenario(ranks, *args)` on `size` ranks. dying: one of them is going to be killed; the others then are too."""
-    context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{folder}/meeting"
         processes = [context.Process(target=_rank, args=(scenario, meeting, r, size, args)) for r in range(size)]

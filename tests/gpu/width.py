@@ -38,7 +38,7 @@ from mxfp4.numerics.gemm_backends.choice import matmul_path  # noqa: E402
 from mxfp4.numerics.native import fp8_path  # noqa: E402
 from mxfp4.studies.scales import MI355X  # noqa: E402
 from mxfp4.training import run_state  # noqa: E402
-from mxfp4.training.checkpoints import checkpoint, sharded  # noqa: E402
+from mxfp4.training.checkpoints import checkpoint, dcp_folder  # noqa: E402
 from mxfp4.training.checkpoints.resume import Checkpoints  # noqa: E402
 from mxfp4.training.config import TrainConfig  # noqa: E402
 from mxfp4.training.execution import distributed  # noqa: E402
@@ -51,7 +51,7 @@ PATIENCE = 10  # seconds that the other ranks have to end in once one has failed
 PRELOAD = [
     "mxfp4.studies.scales",
     "mxfp4.training.loop",
-    "mxfp4.training.checkpoints.sharded",
+    "mxfp4.training.checkpoints.dcp_folder",
     "torch.distributed.fsdp",
 ]
 
@@ -118,7 +118,7 @@ class Clock:
 
 def time_writing(seconds: dict[str, float]) -> None:
     """From here on a checkpoint leaves in `seconds` how long a step waited for its copy, and when it was written."""
-    honest = sharded.write
+    honest = dcp_folder.write
 
     def write(*args):
         begun = time.monotonic()
@@ -127,7 +127,7 @@ def time_writing(seconds: dict[str, float]) -> None:
         future.add_done_callback(lambda _: seconds.update({"written after": time.monotonic() - begun}))
         return future
 
-    sharded.write = write
+    dcp_folder.write = write
 
 
 def work(

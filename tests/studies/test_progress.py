@@ -1,4 +1,4 @@
-"""`mxfp4 status` says of each run how far it is: from either kind of checkpoint, and of none what cannot be known."""
+"""`mxfp4 status` says of each run how far it is: step, age of the last checkpoint, and nothing that cannot be known."""
 
 import json
 import os
@@ -12,6 +12,7 @@ from mxfp4.studies.progress import Progress, progress, text
 from mxfp4.studies.runner import run_plan
 from mxfp4.studies.store import Store
 from mxfp4.training.checkpoints import checkpoint
+from tests.fakes.checkpoints import leave
 from tests.studies.test_runner_on_ranks import ALONE, CORPUS, TOGETHER, arms
 
 SECONDS = {1: 2, 2: 6}  # by ranks: processes take their time to begin
@@ -32,16 +33,15 @@ def test_status_says_how_far_a_run_is(scale, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MXFP4_RUNS", str(tmp_path))
     folder = stopped(scale, Store(tmp_path))
     newest = checkpoint.entries(folder)[0]
-    assert newest.is_dir() == (scale is TOGETHER)
-    os.utime(newest, (newest.stat().st_mtime - 7200,) * 2)
+    os.utime(newest / checkpoint.SUMS, ((newest / checkpoint.SUMS).stat().st_mtime - 7200,) * 2)
     assert main(["status"]) == 0
     (line,) = (x for x in capsys.readouterr().out.splitlines() if folder.name in x)
     found = re.fullmatch(
         rf"scale cpu: {folder.name} at step (\d+) of 200000, loss (\d\.\d{{4}}) \(evaluated \d\.\d{{4}}\), "
-        r"(?:[\d.]+ k? ?tokens/s, )?about ([\d.]+) (min|h) left, saved 2\.0 h ago, stopped", line,
+        r"(?:[\d.]+ k? ?tokens/s, )?about ([\d.]+) (min|h) left, last checkpoint: step (\d+), 2\.0 h ago, stopped", line,
     )  # fmt: skip
     # A slow machine may have had the time for a first step alone, which is not timed.
-    assert found and int(found[1]) == checkpoint.step_of(newest), line
+    assert found and int(found[1]) == int(found[5]) == checkpoint.step_of(newest), line
 
 
 def test_figures_are_those_of_the_checkpoint(tmp_path):
@@ -54,11 +54,12 @@ def test_figures_are_those_of_the_checkpoint(tmp_path):
         "config": {"steps": 10, "stop_at_target": True}, "curve": rows, "timed_tokens": 3000,
         "seconds": {"train": 5.0, "evaluate": 1.0, "timed": 2.0, "part": 6.0},
     }  # fmt: skip
-    checkpoint.save(tmp_path, 2, state)
+    leave(tmp_path, 2, {}, state)
     found = progress(tmp_path)
     assert replace(found, saved=0) == Progress(2, 10, 4.0, 4.25, 1500.0, 8 * 6.0 / 2, True, 0)
     assert text(replace(found, saved=3)) == (
-        "at step 2 of 10, loss 4.0000 (evaluated 4.2500), 1.5 k tokens/s, about 24 s left at most, saved 3 s ago"
+        "at step 2 of 10, loss 4.0000 (evaluated 4.2500), 1.5 k tokens/s, about 24 s left at most, last "
+        "checkpoint: step 2, 3 s ago"
     )
 
 
@@ -66,7 +67,7 @@ def test_one_that_cannot_be_read_is_passed_over(tmp_path):
     assert progress(tmp_path) is None and progress(tmp_path / "no") is None
     (tmp_path / "step-00000009").mkdir()
     (tmp_path / "step-00000009" / "run.json").write_text(json.dumps({}))  # without sums
-    (tmp_path / "step-00000008.pt").write_bytes(b"half")
+    (leave(tmp_path, 8, {}) / "run.json").write_text("half")
     assert progress(tmp_path) is None
 
 

@@ -107,7 +107,7 @@ def test_a_bf16_run_is_the_same_in_both_forwards():
 def test_a_run_stopped_anywhere_ends_the_same(whole, tmp_path, at):
     """at: the call of `stop` that says so; 8 is where the short budget branches off, 9 is inside the branch."""
     calls = iter(range(1, 100))
-    first = run(FULL, checkpoint_dir=tmp_path, checkpoint_seconds=1e9, stop=lambda: next(calls) >= at)
+    first = run(FULL, checkpoint_dir=tmp_path, checkpoint_minutes=1e9, stop=lambda: next(calls) >= at)
     assert first.outcome["status"] == "paused"
     again = run(FULL, checkpoint_dir=tmp_path)
     assert training(again) == training(whole) and same(again, whole)

@@ -53,7 +53,7 @@ def run(folder, corpus, seconds=0.0, saved=(3, 5)):
     Checkpoints.due = lambda self: corpus.left["now"] in saved
     try:
         return loop.train(CONFIG, corpus=corpus, device="cpu", checkpoint_dir=folder, progress=False,
-                          checkpoint_seconds=seconds)  # fmt: skip
+                          checkpoint_minutes=seconds)  # fmt: skip
     finally:
         run_state.token_loss, run_state.token_losses, Checkpoints.due = honest
 

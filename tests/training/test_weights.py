@@ -11,9 +11,9 @@ from safetensors import safe_open
 
 from mxfp4.errors import UserError
 from mxfp4.training import weights
-from mxfp4.training.checkpoints import checkpoint
 from mxfp4.training.loop import train
 from tests.fakes import FakeCorpus, tiny_config
+from tests.fakes.checkpoints import leave
 from tests.fakes.ranks import full_state, launch
 
 
@@ -41,10 +41,11 @@ def test_what_was_trained_comes_back(trained, tmp_path):
 def test_a_checkpoint_serves_as_well(trained, tmp_path):
     config, model = trained
     assert not weights.kept(tmp_path)
-    checkpoint.save(tmp_path, 2, {"config": config.to_dict(), "model": model.state_dict()})
+    leave(tmp_path, 2, {f"model.{name}": p for name, p in model.named_parameters()}, {"config": config.to_dict()})
     found = weights.load(tmp_path)
     assert (found.config, found.step, found.tokenizer) == (config, 2, None)
-    assert torch.equal(found.tensors["norm.weight"], model.norm.weight)
+    assert found.tensors.keys() == model.state_dict().keys()
+    assert all(torch.equal(found.tensors[name], value) for name, value in model.state_dict().items())
 
 
 def two_ranks(ranks, folder):

@@ -8,7 +8,6 @@ is counted from the configuration. `dry_run_text` prints it.
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +31,7 @@ from mxfp4.studies.plans import BASES, ArmStatus, Plan, device_seconds
 from mxfp4.studies.store import Store
 from mxfp4.training import weights
 from mxfp4.training.checkpoints import checkpoint
+from mxfp4.training.checkpoints.durable_files import free_space
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.execution.recompute import check_every
 from mxfp4.training.memory import Memory
@@ -106,13 +106,12 @@ def dry_run(
     at_a_time = plan.scale.jobs
     packings = tuple(state_of(c, v) for c, v in sorted({(a.corpus, a.model.vocab_size) for a in left}))
     running = at_a_time * max(machine.gpus // ranks, 1)
-    disk = _disk(left, packings, running, keep_weights)
-    folder = next(p for p in (store.root, *store.root.parents) if p.exists())
-    free = float(shutil.disk_usage(folder).free)
-    staging = staged(left, plan.scale, machine, running)
+    disk = _disk(left, packings, running, keep_weights, plan.scale.checkpoint_minutes)
+    free = free_space(store.root)
+    staging = staged(left, machine, running)
     problems = [
         *_no_gpu(plan, machine), *too_large(memory, plan.scale, machine, at_a_time), *too_much_staged(staging, machine),
-        *_too_full(disk, free, folder, machine),
+        *_too_full(disk, free, store.root, machine),
     ]  # fmt: skip
     return DryRun(
         plan, machine, tuple(_cost(a, ranks) for a in status), tuple(memory), at_a_time, packings, tuple(disk), free,
@@ -179,14 +178,17 @@ def with_seeds(result: DryRun, seeds: Sequence[int]) -> list[Cost]:
 
 
 def _disk(
-    left: Sequence[TrainConfig], packings: Sequence[Packing], running: int, keep_weights: bool
+    left: Sequence[TrainConfig], packings: Sequence[Packing], running: int, keep_weights: bool, minutes: float
 ) -> list[tuple[str, float]]:
     """What will still be written, at its highest."""
     rows = [(f"packed tokens of {p.corpus}", p.bytes_left) for p in packings if p.bytes_left]
     if left:
         sizes = sorted((float(STAGED) * c.model.n_params() for c in left), reverse=True)[:running]
         kept = checkpoint.KEEP + 1
-        name = f"checkpoints: {kept} of {STAGED} bytes a parameter for each arm in work ({len(sizes)})"
+        name = (
+            f"checkpoints: {kept} of {STAGED} bytes a parameter for each arm in work ({len(sizes)}), the largest "
+            f"{sizes[0] / GB:.3g} GB; one every {minutes:g} min at most, and only where it has room"
+        )
         rows.append((name, kept * sum(sizes)))
         if keep_weights:
             rows.append(

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: written by one process or by several ranks, and resumed from."""
+"""Checkpoints of a run: folders of PyTorch's distributed checkpoint, written by any number of ranks and resumed from."""

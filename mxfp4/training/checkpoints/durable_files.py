@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from pathlib import Path
 
 
@@ -29,3 +31,13 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def free_space(folder: Path) -> float:
+    """Bytes that are free for `folder`, which need not exist yet. Raises OSError."""
+    return float(shutil.disk_usage(next(p for p in (folder, *folder.absolute().parents) if p.exists())).free)
+
+
+def why(error: OSError) -> str:
+    """A few words for what keeps a file from being written."""
+    return "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)

@@ -1,15 +1,20 @@
 """Where a run goes on: writes and reads its checkpoints, in one process or on several ranks.
 
-A process by itself writes a file, and resumes to the same bytes. Ranks write a folder together (`sharded`), beside
-the training: the step waits only while the state is copied to the host's memory. Either kind is read by any number
-of ranks. `due` lets at most SHARE of the time go into such waiting, so a large model is saved less often.
+Every checkpoint is written beside the training (`dcp_folder`): the step waits only while the state is copied to the
+host's memory. It is read by any number of ranks; a run that resumes on as many has the bytes of one that never stopped.
+
+How often: `minutes` apart at least, and so rarely that the waiting takes at most SHARE of the time; none is begun while
+one is in writing, or where the disk has no room for it. KEEP whole ones are kept, so KEEP + 1 are on the disk while one
+is written. No disk ends a run: a write that fails or stalls is a warning that names the step that would be resumed
+from, and the next is tried when it is due. Only a pause, which exists to leave a checkpoint, fails without one.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import torch
@@ -17,17 +22,22 @@ from torch import Tensor, nn
 
 from mxfp4.errors import Notice, UserError
 from mxfp4.training.checkpoints import checkpoint
-from mxfp4.training.execution.distributed import Ranks, fill
+from mxfp4.training.checkpoints.durable_files import free_space, why
+from mxfp4.training.execution.distributed import Ranks
 
 SHARE = 0.02
+STALLED_MINUTES = 10.0
+"""A write that has not ended after so long, or after the time between two checkpoints if that is longer, has stalled:
+100 GB take so long at 170 MB/s."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Every tensor that a run goes on from, under a name that no sharding changes: parameters, and AdamW's state,
     which is made where a first step has not made it yet."""
-    if hasattr(model, "reshard"):
-        model.reshard()  # after an evaluation FSDP leaves the root's parameters gathered, not those that are trained
+    reshard = getattr(model, "reshard", None)
+    if callable(reshard):
+        reshard()  # after an evaluation FSDP leaves the root's parameters gathered, not those that are trained
     found = {}
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
@@ -40,68 +50,99 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     return found
 
 
-def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Names of the parameters in the optimizer's order, which is that of its state_dict."""
-    name_of = {id(p): name for name, p in model.named_parameters()}
-    return [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
-
-
 class Checkpoints:
-    """The checkpoints of one run in `folder`. seconds: least time between two of them; 0: one a step."""
+    """The checkpoints of one run in `folder`. minutes: least time between two of them; 0: one a step, waited for."""
 
-    def __init__(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, seconds: float):
-        self.folder, self.model, self.optimizer, self.ranks, self.seconds = folder, model, optimizer, ranks, seconds
-        self.split = ranks.control is not None
-        if self.split:
-            from mxfp4.training.checkpoints import sharded  # slow to import: not while a step waits
+    def __init__(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, minutes: float):
+        from mxfp4.training.checkpoints import dcp_folder  # slow to import: not while a step waits
 
-            self.copier = sharded.copier(next(model.parameters()).device)
+        self.folder, self.model, self.optimizer, self.ranks = folder, model, optimizer, ranks
+        self.seconds = 60 * minutes
+        self.copier = dcp_folder.copier(next(model.parameters()).device)
         self.writing: Future | None = None
+        self.step = 0  # that is written now, or was tried last
+        self.whole: int | None = None  # step of the newest whole one
+        self.error: UserError | None = None  # of the last write, until it is reported
         self.saved, self.waited = time.monotonic(), 0.0
+        self.warn_after = 0.0  # seconds after `saved`
 
     def due(self) -> bool:
-        """Whether it is time to save, by this rank's clock."""
-        if self.seconds and self.writing is not None and not self.writing.done():
+        """Whether it is time to save, by this rank's clock. Reports a write that has failed or stalled."""
+        if self.writing is not None and not self.writing.done():
+            self._warn_if_stalled()
             return False
+        self._settle()
+        self._report()
         wait = max(self.seconds, self.waited / SHARE) if self.seconds else 0.0
         return time.monotonic() - self.saved >= wait
 
-    def save(self, step: int, plain: dict, *, wait: bool) -> None:
-        """Save the state after `step` and `plain` data. wait: until it is on the disk. Raises UserError where a
-        checkpoint, this one or the one before, cannot be written."""
-        started = time.monotonic()
-        if not self.split:
-            state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), **plain}
-            checkpoint.save(self.folder, step, state)
-        else:
-            from mxfp4.training.checkpoints import sharded
+    def save(self, step: int, plain: dict) -> None:
+        """Begin to save the state after `step` and `plain` data; with a time of 0 between two, wait for the end."""
+        from mxfp4.training.checkpoints import dcp_folder
 
-            self._settle()
-            if self.ranks.rank == 0:
-                checkpoint.prune(self.folder)
-            path = checkpoint.path_of(self.folder, step, split=True)
-            tensors = named_tensors(self.model, self.optimizer)
-            self.writing = sharded.write(path, tensors, plain, self.ranks, self.copier)
-            if wait:
-                self._settle()
+        self._settle()
+        started, self.step, self.error = time.monotonic(), step, None
+        path = checkpoint.path_of(self.folder, step)
+        tensors = named_tensors(self.model, self.optimizer)
+        problem = None
+        if self.ranks.rank == 0:
+            checkpoint.prune(self.folder)
+            problem = _no_room(self.folder, sum(t.numel() * t.element_size() for t in tensors.values()))
+        if problem := self.ranks.agree(problem):
+            self.error = UserError(f"cannot write checkpoint {path}: {problem}{self._last()}")
+        else:
+            self.writing = dcp_folder.write(path, tensors, plain, self.ranks, self.copier)
         self.saved = time.monotonic()
         self.waited = self.saved - started
+        self.warn_after = max(self.seconds, 60 * STALLED_MINUTES)
+        if not self.seconds:
+            self._settle()
 
     def close(self, *, needed: bool) -> None:
-        """Wait for a write in work. needed: False turns its failure into a warning, as the run has its result."""
-        try:
-            self._settle()
-        except UserError as error:
-            if needed:
-                raise
-            warnings.warn(str(error), Notice, stacklevel=2)
+        """Wait for a write in work. needed: raise UserError where the last one failed, rather than warn."""
+        self._settle()
+        if needed and self.error is not None:
+            raise self.error
+        self._report()
 
     def _settle(self) -> None:
-        if self.writing is not None:
-            writing, self.writing = self.writing, None
-            writing.result()
+        """Wait for a write in work and note how it ended."""
+        if self.writing is None:
+            return
+        while not wait([self.writing], min(max(self.saved + self.warn_after - time.monotonic(), 0.0), 3600.0)).done:
+            self._warn_if_stalled()
+        error, self.writing = self.writing.exception(), None
+        if error is None:
+            self.whole = self.step
             if self.ranks.rank == 0:
                 checkpoint.prune(self.folder)
+        else:
+            self.error = UserError(f"{error}{self._last()}")
+
+    def _report(self) -> None:
+        """Warn, once, of a write that failed."""
+        if self.error is not None and self.ranks.rank == 0:
+            warnings.warn(f"{self.error}; training goes on", Notice, stacklevel=3)
+        self.error = None
+
+    def _warn_if_stalled(self) -> None:
+        """Warn of a write that takes too long, and again whenever it has taken twice as long as at the last warning."""
+        lasts = time.monotonic() - self.saved
+        if lasts < self.warn_after:
+            return
+        self.warn_after = 2 * lasts
+        if self.ranks.rank == 0:
+            path = checkpoint.path_of(self.folder, self.step)
+            warnings.warn(
+                f"checkpoint {path} has been in writing for {lasts / 60:.0f} min: its disk may have stalled; no other "
+                f"is written meanwhile{self._last()}",
+                Notice,
+                stacklevel=3,
+            )
+
+    def _last(self) -> str:
+        """What a run would resume from now."""
+        return "; no checkpoint is whole yet" if self.whole is None else f"; the last whole one is of step {self.whole}"
 
     def last_step(self) -> int:
         """Step of the newest checkpoint, once a write in work has ended; 0 without one."""
@@ -115,47 +156,31 @@ class Checkpoints:
             if not name.startswith("model."):
                 tensor.zero_()
 
-    def load(self, check) -> tuple[int, dict] | None:
+    def load(self, check: Callable[[dict], None]) -> tuple[int, dict] | None:
         """Restore the newest whole checkpoint; (step, plain data), None where there is none. A damaged one is named
         in a warning, set aside and passed over. check: called with the plain data before anything is restored; may raise."""
+        from mxfp4.training.checkpoints import dcp_folder
 
         def load(path: Path) -> dict:
-            return self._load_folder(path, check) if path.suffix == "" else self._load_file(path, check)
+            problem = dcp_folder.problem(path, self.ranks)
+            if problem is not None:
+                raise checkpoint.Damaged(problem)
+            plain = checkpoint.plain(path)
+            check(plain)
+            dcp_folder.read(path, named_tensors(self.model, self.optimizer), self.ranks)
+            return plain
 
         paths = self.ranks.agree(checkpoint.entries(self.folder))
         first = self.ranks.rank == 0
-        return checkpoint.newest(paths, load, warn=first, resuming=first)
+        found = checkpoint.newest(paths, load, warn=first, resuming=first)
+        self.whole = found[0] if found else None
+        return found
 
-    def _load_folder(self, path: Path, check) -> dict:
-        from mxfp4.training.checkpoints import sharded  # slow to import
 
-        problem = sharded.problem(path, self.ranks)
-        if problem is not None:
-            raise checkpoint.Damaged(problem)
-        plain = sharded.rest(path)
-        check(plain)
-        sharded.read(path, named_tensors(self.model, self.optimizer), self.ranks)
-        return plain
-
-    def _load_file(self, path: Path, check) -> dict:
-        problem, state = None, None
-        try:
-            device = "cpu" if self.split else next(self.model.parameters()).device
-            state = checkpoint.read(path, map_location=device)
-        except checkpoint.Damaged as error:
-            problem = str(error)
-        problem = next((p for p in self.ranks.gather(problem) if p is not None), None)
-        if problem is not None:
-            raise checkpoint.Damaged(problem)
-        weights, moments = state.pop("model"), state.pop("optimizer")
-        check(state)
-        if not self.split:
-            self.model.load_state_dict(weights)
-            self.optimizer.load_state_dict(moments)
-            return state
-        there = {f"model.{name}": value for name, value in weights.items()}
-        for index, name in enumerate(_names(self.model, self.optimizer)):
-            there |= {f"{moment}.{name}": moments["state"][index][moment] for moment in MOMENTS}
-        for name, tensor in named_tensors(self.model, self.optimizer).items():
-            fill(tensor, there[name])
-        return state
+def _no_room(folder: Path, size: int) -> str | None:
+    """Why `size` bytes cannot be written; None where they can."""
+    try:
+        free = free_space(folder)
+    except OSError as error:
+        return why(error)
+    return f"it takes {size / 1e9:.3g} GB and {free / 1e9:.3g} GB are free" if size > free else None

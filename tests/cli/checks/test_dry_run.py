@@ -17,6 +17,7 @@ from mxfp4.errors import UserError
 from mxfp4.studies import runner
 from mxfp4.studies.plans import plan
 from mxfp4.studies.store import Store
+from mxfp4.training.checkpoints import durable_files
 from mxfp4.training.memory import estimate
 from tests.fakes.studies import put
 
@@ -36,7 +37,7 @@ def here(tmp_path, monkeypatch):
 
 
 def free(monkeypatch, size: int) -> None:
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": size}))
+    monkeypatch.setattr(durable_files.shutil, "disk_usage", lambda path: type("Usage", (), {"free": size}))
 
 
 def large(recipes=("fp8", "mxfp4+h16", "mxfp4"), **changes):
@@ -129,9 +130,17 @@ def test_the_host_holds_checkpoints_in_writing(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "machine_for", lambda *a: there)
     (problem,) = dry_run(large(), Store(tmp_path)).problems
     assert problem.startswith("host memory: 96.4 GB hold") and "the machine has 50.0 GB" in problem
-    assert (
-        dry_run(plan("table1", "gpu", recipes=["fp8"]), Store(tmp_path)).staging == 0
-    )  # those are copied by themselves
+    three = plan("table1", "gpu", recipes=["fp8"])  # share a GPU
+    assert dry_run(three, Store(tmp_path)).staging == 3 * 12 * three.arms[0].model.n_params()
+
+
+def test_the_disk_holds_three_checkpoints_of_an_arm(tmp_path):
+    ((name, size),) = [row for row in dry_run(large(), Store(tmp_path)).disk if row[0].startswith("checkpoints")]
+    assert size == 3 * 12 * large().arms[0].model.n_params()
+    assert name == (
+        "checkpoints: 3 of 12 bytes a parameter for each arm in work (1), the largest 96.4 GB; one every 20 min at most, "
+        "and only where it has room"
+    )
 
 
 def test_kept_weights_are_on_the_disk_and_an_arm_without_them_is_left(tmp_path):
