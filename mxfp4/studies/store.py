@@ -5,6 +5,7 @@
     runs/checkpoints/<scale>/<run id>/   of a run that goes on, with its lock
     runs/weights/<scale>/<run id>/   what was trained, where it was asked for
     runs/replaced/<scale>/<run id>-1/, ...   records of arms that were then run anew
+    runs/logs/<scale>/   failures.log of the queue; stacks and flight recorders of attempts that failed
 
 The key is the SHA-256 of configuration, device type, GEMM paths and SEMANTICS_VERSION, so a record is found
 again by what it says and by nothing else, and merging two stores is copying directories. A record is
@@ -22,6 +23,7 @@ import json
 import os
 import re
 import shutil
+import time
 import uuid
 import warnings
 from collections.abc import Container, Iterator, Sequence
@@ -171,6 +173,15 @@ class Store:
     def weights_dir(self, config: TrainConfig, device: torch.device | str | None = None) -> Path:
         """Where `mxfp4 train --keep-weights` leaves what was trained."""
         return self.root / "weights" / safe_scale(config.scale) / self.run_id(config, device)
+
+    def log_file(self, scale: str) -> Path:
+        """Where the queue writes what failed, was tried again or stalled."""
+        return self.root / "logs" / safe_scale(scale) / "failures.log"
+
+    def trace_dir(self, config: TrainConfig, device: torch.device | str | None = None) -> Path:
+        """Where one attempt at an arm that begins now leaves stacks and flight recorders if it fails."""
+        began = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        return self.log_file(config.scale).parent / f"{self.run_id(config, device)}-{began}"
 
     def get(self, config: TrainConfig, device: torch.device | str | None = None) -> Record | None:
         """The whole record of this arm, or None; of a GPU where there is none, whichever way its products went."""
