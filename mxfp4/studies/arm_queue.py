@@ -34,7 +34,7 @@ from mxfp4.errors import UserError
 from mxfp4.studies.devices import Place, emptiest
 from mxfp4.studies.failures import TOLERANCE, Failure, Failures, Kind, Tolerance, kind_of
 from mxfp4.studies.scales import Scale
-from mxfp4.studies.store import Store
+from mxfp4.studies.store import ENDINGS, Store
 from mxfp4.studies.train_arm import arm_name, done, train_arm
 from mxfp4.training.checkpoints import checkpoint
 from mxfp4.training.config import TrainConfig
@@ -324,7 +324,7 @@ class Pool:
                     if unkilled:
                         self.failures.stop(f"{unkilled} of {os.uname().nodename} cannot be ended: reset its device")
                     continue
-                if arm.status in ("finished", "diverged", "stalled"):
+                if arm.status in ENDINGS:
                     self.bar.update(arm.config.steps - arm.step)
                 self._done(arm.config, arm.begun_at, arm.status)
 

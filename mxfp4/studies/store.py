@@ -50,6 +50,8 @@ from mxfp4.training.protocols import TrainResult
 EVALUATION_COLUMNS = ("branch", "step", "tokens", "forward", "windows", "loss", "top1", "copy_top1")
 AGAIN = "again"
 """A file beside the checkpoints of a run that has a record and is trained again for its weights."""
+ENDINGS = ("finished", "diverged", "stalled")
+"""How a run that has a record ended (`training.divergence`)."""
 FORMAT = 1
 TABLES = ("curve", "probes", "branches", "evaluations", "windows")
 """Tables a record may have; it always has the first."""
@@ -81,7 +83,7 @@ class Record:
 
     @property
     def outcome(self) -> dict:
-        """Status ("finished" or "diverged"), step, tokens, reason, final_loss, final_bpb, target, `replayed` if any."""
+        """Status ("finished", "diverged" or "stalled"), step, tokens, reason, final_loss, final_bpb, target, `replayed` if any."""
         return self.data["outcome"]
 
     @property
@@ -199,9 +201,9 @@ class Store:
 
         corpus: fingerprint of the tokens. Raises UserError for a paused run and when the disk is full.
         """
-        if result.outcome["status"] not in ("finished", "diverged"):
+        if result.outcome["status"] not in ENDINGS:
             raise UserError(
-                f"a run with status {result.outcome['status']!r} has no record yet; allowed: finished, diverged"
+                f"a run with status {result.outcome['status']!r} has no record yet; allowed: {', '.join(ENDINGS)}"
             )
         device = torch.device(device) if device is not None else default_device()
         final = self.folder(config, device)
