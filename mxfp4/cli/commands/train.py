@@ -97,7 +97,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", default="cpu", help="cpu, gpu or mi355x (default: cpu)")
     parser.add_argument(
         "--plan", default="all",
-        help="at gpu: study, the registered study, or one of its parts (main, short, text, batch, ladder, experts); of the "
+        help="at mi355x: first (bf16, fp8, mxfp4, mxfp4+h16, three seeds each); at gpu: study, the registered study, or one of its parts (main, short, text, batch, ladder, experts); of the "
         "older study table1, disagreement, p2, others, two-sided, sizes, moe, synthetic or all (default: all, which "
         "`make reproduce` runs: every plan of the scale, but at cpu table1, disagreement, p2, synthetic alone)",
     )  # fmt: skip
