@@ -16,11 +16,10 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -107,30 +106,6 @@ class Summary:
         if self.log is not None:
             parts.append(f"failures are in {self.log}")
         return "; ".join(parts)
-
-
-@contextmanager
-def stop_on_signal():
-    """Gives an event that Ctrl-C and SIGTERM set; a second one acts as usual, but under torchrun, which passes one
-    signal on more than once. Only the main thread has signals."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-
-    def handle(number, frame):
-        event.set()
-        if not distributed.launched():
-            signal.signal(number, before[number])
-
-    for number in before:
-        signal.signal(number, handle)
-    try:
-        yield event
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class Pool:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from mxfp4.data.packing import prepare
 from mxfp4.errors import UserError
-from mxfp4.studies.arm_queue import Pool, Summary, stop_on_signal
+from mxfp4.studies.arm_queue import Pool, Summary
 from mxfp4.studies.devices import Place, chosen_gpus, idle, no_gpu, places
 from mxfp4.studies.failures import TOLERANCE, Tolerance
 from mxfp4.studies.machine import default_device
@@ -36,6 +36,7 @@ from mxfp4.studies.store import Store
 from mxfp4.studies.train_arm import arm_name, done, train_arm
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.execution import distributed
+from mxfp4.training.execution.signals import stop_on_signal
 from mxfp4.training.protocols import TokenSource
 
 __all__ = ["Summary", "arm_name", "run_plan", "train_arm"]

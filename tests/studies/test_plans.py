@@ -274,7 +274,9 @@ class Broken(FakeCorpus):
 
 def test_an_arm_that_fails_takes_nothing_with_it(store):
     summary = run_plan(small(recipes=("bf16",), seeds=(0, 1, 2)), store, jobs=1, device="cpu", corpus=Broken())
-    assert summary.failed == {"bf16-s1": "RuntimeError: two lines"} and summary.trained == [
+    assert summary.failed == {
+        "bf16-s1": "RuntimeError: two lines; twice at step 3: the arm's own fault"
+    } and summary.trained == [
         "bf16-s0",
         "bf16-s2",
     ]

@@ -176,7 +176,7 @@ def test_hours_of_the_tiers_add_up(tmp_path, monkeypatch, capsys):
     assert 300 < found[0].gpu_hours == found[0].gpu_hours_in_all < 320
     monkeypatch.setenv("MXFP4_RUNS", str(tmp_path))
     assert main(["plan", "--scale", "mi355x", "--plan", "first"]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("first ")]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("first  ")]
     assert line.split() == ["first", "12", "12", "308", "308", f"{found[0].gpu_hours / 8:.3g}"]
     small = plan("all", "cpu")
     assert tiers_text(tiers(small, costs_of(small.status(store, "cpu"), 1)), 0) == []
