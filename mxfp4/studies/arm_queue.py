@@ -317,6 +317,8 @@ class _Arm:
     reason: str | None = None
     kind: Kind = "program"
     """Whose fault its failure is."""
+    timed_out: bool = False
+    """Whether it made no progress for too long."""
     culprits: list[int] = field(default_factory=list)
     """Ranks at fault; none where it cannot be told."""
     ranks: dict[Connection, multiprocessing.Process] = field(default_factory=dict)
@@ -385,7 +387,7 @@ class _Arm:
         phases = sorted(set(self.heartbeat.phases()))
         if phases != ["training"] and idle < 60 * tolerance.slow_minutes and not self._in_state("stopped"):
             return
-        self.status, self.kind = "failed", "device"
+        self.status, self.kind, self.timed_out = "failed", "device", True
         self.reason = f"no progress for {idle / 60:.3g} min while {' and '.join(phases)}"
 
     def _states(self) -> list[str]:
@@ -402,7 +404,7 @@ class _Arm:
         hung = self._in_state("stopped") or self._in_state(BLOCKED)
         if hung or not self.culprits:
             self.culprits = hung
-        if self.kind == "user" or not (self.meeting or hung):
+        if self.kind == "user" or not (self.meeting or self.timed_out):
             return
         ask_for_stacks([p.pid for p in self.processes if p.pid and p.exitcode is None])
         time.sleep(STACKS_SECONDS)
