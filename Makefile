@@ -11,6 +11,7 @@ SHELL := /bin/sh
 
 SCALE ?= auto
 CORPUS ?=
+PLAN ?=
 DRY_RUN ?=
 PORT ?= 8000
 PYTEST_ARGS ?=
@@ -62,6 +63,7 @@ DATA_TEXT_KEY = $(shell cksum < requirements-text.txt | tr ' ' '-')
 CORPUS_DATA := data $(if $(filter text,$(CORPUS)),data-text)
 AT = $(if $(filter auto,$(SCALE)),$$($(MXFP4) scale),$(SCALE))
 ON = $(if $(CORPUS),--corpus $(CORPUS))
+PLANNED = $(if $(PLAN), --plan $(PLAN))
 WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || echo $$n)
 
 help: ## this list
@@ -72,6 +74,7 @@ help: ## this list
 	@echo
 	@echo "  SCALE=cpu|gpu|mi355x   what to run (default: what fits this machine, see mxfp4 scale)"
 	@echo "  CORPUS=c4:768-799      train on this corpus: some shards of C4, or text (default: the scale's)"
+	@echo "  PLAN=first|table1|...  train the arms of one plan alone (default: all; mxfp4 plan --scale S shows the cost)"
 	@echo "  DRY_RUN=1              make reproduce: what it would take, nothing run; fails if it cannot fit"
 	@echo "  NB=, P=                which notebook, with which parameters: make run NB=format P=\"scale_rule=rceil\""
 	@echo "  PYTHON=, VENV=         which Python makes the environment, and where (default: .venv)"
@@ -80,9 +83,9 @@ help: ## this list
 
 reproduce: env $(if $(DRY_RUN),,$(CORPUS_DATA)) ## environment, data, training of every arm, every notebook, site
 	@set -e; at=$(AT); echo "scale: $$at"; \
-	$(if $(DRY_RUN),$(MXFP4) train --scale $$at $(ON) --dry-run; exit 0;) \
+	$(if $(DRY_RUN),$(MXFP4) train --scale $$at$(PLANNED) $(ON) --dry-run; exit 0;) \
 	$(MXFP4) prepare --scale $$at $(ON); \
-	$(MXFP4) train --scale $$at $(ON); \
+	$(MXFP4) train --scale $$at$(PLANNED) $(ON); \
 	$(MXFP4) run --all --scale $$at; \
 	$(MXFP4) book --scale $$at
 
@@ -105,7 +108,7 @@ prepare: env $(CORPUS_DATA) ## fetch, tokenize and pack the corpus of the scale
 	@$(MXFP4) prepare --scale $(AT) $(ON)
 
 train: env $(CORPUS_DATA) ## train every arm that has no record yet
-	@$(MXFP4) train --scale $(AT) $(ON)
+	@$(MXFP4) train --scale $(AT)$(PLANNED) $(ON)
 
 notebooks: env data ## run every notebook whose inputs have changed
 	@$(MXFP4) run --all --scale $(AT)

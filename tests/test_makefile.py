@@ -249,5 +249,7 @@ def test_a_corpus_is_handed_to_every_command_that_reads_one(project, corpus, on)
     for target in ("prepare", "train"):
         project.make(target, *scale)
         assert commands(project) == [f"{target} --scale mi355x{on}"]
-    project.make("reproduce", "DRY_RUN=1", *scale)
-    assert commands(project) == [f"train --scale mi355x{on} --dry-run"]
+    project.make("reproduce", "DRY_RUN=1", "PLAN=first", *scale)
+    assert commands(project) == [f"train --scale mi355x --plan first{on} --dry-run"]
+    project.make("train", "PLAN=first", *scale)
+    assert commands(project) == [f"train --scale mi355x --plan first{on}"]

@@ -59,11 +59,11 @@ def draws(seeds: int, windows: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def panel(study: Study, arm: str, seeds: Sequence[int]) -> np.ndarray | None:
-    """Final losses [seed, window] of an arm, nats a token; None where a run diverged or has no window losses."""
+    """Final losses [seed, window] of an arm, nats a token; None where a run did not finish or has no window losses."""
     records = [study.arms[arm][s] for s in seeds]
     losses = [r.window_losses for r in records]
     whole = all(losses) and len({len(x) for x in losses}) == 1
-    if not whole or any(r.outcome["status"] == "diverged" for r in records):
+    if not whole or any(r.outcome["status"] != "finished" for r in records):
         return None
     return np.array(losses, dtype=float)
 
@@ -146,7 +146,7 @@ def final_table(study: Study, seeds: Sequence[int]) -> pd.DataFrame:
     kept = {
         arm: [r.outcome["final_loss"] for r in rs]
         for arm, rs in whole.items()
-        if all(r.outcome["status"] != "diverged" for r in rs)
+        if all(r.outcome["status"] == "finished" for r in rs)
     }
     return pd.DataFrame.from_dict(kept, orient="index", columns=list(seeds), dtype=float)
 

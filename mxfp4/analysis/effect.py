@@ -43,14 +43,15 @@ class NoProbe(NoEffect):
 
 
 def final_losses(study: Study, arm: str) -> dict[int, float]:
-    """{seed: last evaluation}, infinite where the arm diverged."""
-    gone = study.diverged(arm)
+    """{seed: last evaluation}, infinite where the arm was ended before its budget."""
+    gone = study.cut_short(arm)
     return {s: math.inf if s in gone else c["eval_loss"].dropna().iloc[-1] for s, c in study.curves(arm).items()}
 
 
 def last_losses(study: Study, arms: Iterable[str]) -> dict[str, dict[int, float]]:
     """{arm: {seed: loss}} to compare: each arm's last evaluation. Where runs stop at a target those are alike, so there
-    it is the last evaluation that all of `arms` have in a seed; infinite where the arm diverged."""
+    it is the last evaluation that all of `arms` have in a seed; infinite where the arm was ended before its
+    budget."""
     arms = list(arms)
     if not study.config.stop_at_target:
         return {arm: final_losses(study, arm) for arm in arms}
@@ -59,7 +60,7 @@ def last_losses(study: Study, arms: Iterable[str]) -> dict[str, dict[int, float]
         losses = {
             arm: study.curves(arm)[seed].dropna(subset="eval_loss").set_index("tokens")["eval_loss"] for arm in arms
         }
-        whole = [arm for arm in arms if seed not in study.diverged(arm)]
+        whole = [arm for arm in arms if seed not in study.cut_short(arm)]
         end = min((losses[arm].index[-1] for arm in whole), default=None)
         for arm in arms if whole else ():
             found[arm][seed] = losses[arm].get(end, math.nan) if arm in whole else math.inf

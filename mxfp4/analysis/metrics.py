@@ -178,7 +178,7 @@ def convergence(study: Study, *, arm: str, reference: str = "fp8", at: float = C
     """
     target = target_loss(study, reference, at)
     found = _overheads(study, arm, reference, target)
-    gone = study.diverged(arm)
+    gone = study.cut_short(arm)
     reached = [0.0 if o.bound or seed in gone else 1.0 for seed, o in found.items()]
     note = f"given {1 / at:.2g} times the tokens of {reference}"
     finished = [loss for loss in final_losses(study, reference).values() if math.isfinite(loss)]

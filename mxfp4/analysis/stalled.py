@@ -1,4 +1,7 @@
-"""Stalled runs: those that spend their whole budget and stop learning far above the reference.
+"""Stalled runs: those that stop learning far above the reference.
+
+A scale may end a run as stalled by its own curve (`training.divergence.StallRule`). A run that spends its whole budget is
+judged here.
 
 Let T be a run's tokens and T_ref the tokens at which the mean evaluation curve of BF16 had the run's loss. A run is
 stalled when, over the last quarter of its budget, T_ref advances less than 5 % as fast as T, and T_ref / T at the end is
@@ -14,6 +17,7 @@ import numpy as np
 import pandas as pd
 
 from mxfp4.analysis.token_efficiency import crossings
+from mxfp4.studies.store import Record
 
 REFERENCE = "bf16"
 LAST = 0.25
@@ -58,3 +62,9 @@ def is_stalled(curve: pd.DataFrame, reference: pd.DataFrame | None, budget: floa
     if not math.isfinite(end):  # the run ends below every loss that BF16 had
         return False
     return bool((end - before) / (LAST * budget) < ADVANCE and end / budget < BEHIND)
+
+
+def ending(record: Record, reference: pd.DataFrame | None) -> str:
+    """finished, diverged or stalled: how the run ended, or, if it spent its budget, whether it stalled beside `reference`."""
+    status = record.outcome["status"]
+    return "stalled" if status == "finished" and is_stalled(record.curve, reference, record.config.tokens) else status

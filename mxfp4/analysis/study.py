@@ -97,17 +97,18 @@ class Study:
         """Seeds in which the arm diverged."""
         return tuple(s for s, r in sorted(self.arms.get(arm, {}).items()) if r.outcome["status"] == "diverged")
 
+    def cut_short(self, arm: str) -> tuple[int, ...]:
+        """Seeds in which the arm was ended before its budget, as it diverged or stalled: its last loss is no result."""
+        return tuple(s for s, r in sorted(self.arms.get(arm, {}).items()) if r.outcome["status"] != "finished")
+
     @cached_property
     def _reference_curve(self) -> pd.DataFrame | None:
-        gone = self.diverged(stalled.REFERENCE)
+        gone = self.cut_short(stalled.REFERENCE)
         return stalled.mean_curve(c for seed, c in self.curves(stalled.REFERENCE).items() if seed not in gone)
 
     def ending(self, record: Record) -> str:
         """finished, diverged or stalled (`mxfp4.analysis.stalled`; without a BF16 run no arm is called stalled)."""
-        status = record.outcome["status"]
-        if status == "finished" and stalled.is_stalled(record.curve, self._reference_curve, self.tokens):
-            return "stalled"
-        return status
+        return stalled.ending(record, self._reference_curve)
 
     def stalled(self, arm: str) -> tuple[int, ...]:
         """Seeds in which the arm stalled."""

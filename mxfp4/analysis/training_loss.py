@@ -22,7 +22,8 @@ REFERENCE = "bf16"
 
 
 def last_training_losses(study: Study, arm: str) -> dict[int, float]:
-    """{seed: mean training loss over the last 5 % of the steps, nats a token}; infinite where the arm diverged.
+    """{seed: mean training loss over the last 5 % of the steps, nats a token}; infinite where the arm was ended before
+    its budget.
 
     Raises:
         NoEffect: The runs stop at a target loss, each at another step: they have no last batches in common.
@@ -30,7 +31,7 @@ def last_training_losses(study: Study, arm: str) -> dict[int, float]:
     """
     if study.config.stop_at_target:
         raise NoEffect("runs that stop at a target loss have no last batches in common")
-    gone, first = study.diverged(arm), (1 - LAST) * study.config.steps
+    gone, first = study.cut_short(arm), (1 - LAST) * study.config.steps
     losses = {seed: curve.loc[curve["step"] > first, "train_loss"].mean() for seed, curve in study.curves(arm).items()}
     return {seed: math.inf if seed in gone else float(loss) for seed, loss in losses.items()}
 

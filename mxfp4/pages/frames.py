@@ -55,11 +55,11 @@ def evaluations(study: Study, arms: Iterable[str]) -> pd.DataFrame:
 
 
 def span(study: Study) -> float:
-    """Tokens of the budget; where runs stop at a target, those of the run that stopped first, without divergence."""
+    """Tokens of the budget; where runs stop at a target, those of the finished run that stopped first."""
     if not study.config.stop_at_target:
         return study.tokens
     ends = [
-        c["tokens"].max() for arm in study.arms for s, c in study.curves(arm).items() if s not in study.diverged(arm)
+        c["tokens"].max() for arm in study.arms for s, c in study.curves(arm).items() if s not in study.cut_short(arm)
     ]
     return min(ends, default=study.tokens)
 
@@ -331,10 +331,10 @@ def percent_ends(effect: Effect, at: float) -> tuple[float, float]:
 def target_frame(study: Study, arms: Sequence[str], *, reference: str = "fp8", ats: Sequence[float]) -> pd.DataFrame:
     """arm, at (percent of the reference's budget), overhead, low, high (percent): where the target is reached.
 
-    An arm that diverged in some seed has not converged, whatever it had reached before, and gets no row.
+    An arm that diverged or stalled in some seed has not converged, whatever it had reached before, and gets no row.
     """
     rows = []
-    for arm in (a for a in arms if a != reference and not study.diverged(a)):
+    for arm in (a for a in arms if a != reference and not study.cut_short(a)):
         for at in ats:
             e = metrics.attempt("overhead", study, arm=arm, reference=reference, at=at)
             if e is not None and not metrics.is_bound(e):

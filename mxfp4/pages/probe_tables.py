@@ -207,10 +207,10 @@ def gradient_to_noise(
 
 def loss_gaps_by_seed(study: Study, reference: str = "bf16") -> pd.DataFrame:
     """Seeds of `reference` down, arms across: last evaluation less the reference's, nats a token; infinite when the arm
-    diverged, NaN without a record."""
+    diverged or was ended as stalled, NaN without a record."""
 
     def final(record) -> float:
-        return math.inf if record.outcome["status"] == "diverged" else record.outcome["final_loss"]
+        return record.outcome["final_loss"] if record.outcome["status"] == "finished" else math.inf
 
     base = study.arms.get(reference, {})
     gaps = {

@@ -6,6 +6,7 @@ first, seeds last, so a plan that is cut short has all arms of the first seed.
 
 | plan         | question                                                                              |
 |--------------|---------------------------------------------------------------------------------------|
+| first        | P1's main result, with seeds enough to decide it (at scale mi355x)                    |
 | table1       | P1: which GEMM does MXFP4 hurt, which stabiliser helps                                |
 | disagreement | does stochastic rounding fail by itself, or with a clipping rule                      |
 | p2           | P2: which ingredient of the transposition-invariant recipe counts                     |
@@ -15,6 +16,9 @@ first, seeds last, so a plan that is cut short has all arms of the first seed.
 | moe          | does P2's recipe do for a mixture of experts what it does for a dense model           |
 | synthetic    | how much of an arm's loss is its own: a source of known entropy                       |
 | all          | those that the scale is for, in this order                                            |
+
+At scale mi355x an arm takes a day of a node, so "all" runs in tiers there: "first", then the rest of "table1", then the
+other plans, each with all of its seeds before the next begins.
 
 At scale gpu also "study", the registered study, and its parts by name (`registered_arms`).
 """
@@ -60,6 +64,7 @@ def rule_by_rounding(rules: Sequence[str]) -> tuple[str, ...]:
 
 # The recipes of each plan, and the fewer of a laptop's scale.
 FULL = {
+    "first": ("bf16", "fp8", "mxfp4", "mxfp4+h16"),
     "table1": (*TABLE1, *ONE_GEMM),
     "disagreement": (
         "bf16",
@@ -95,13 +100,24 @@ SMALL = {
 PLANS = tuple(FULL)
 OWN_SETTINGS = ("sizes", "moe", "synthetic")
 """Plans that a scale has only with settings for them."""
+TIERS = ("first", "table1", "rest")
+"""What "all" runs one after the other at a scale with seeds of its own for the first."""
 LAPTOP = ("table1", "disagreement", "p2", "synthetic")
 """Plans of a laptop's `all`, which is to take minutes; the others run when they are asked for."""
 
 
 def plans_of(scale: Scale) -> tuple[str, ...]:
     """Names of the plans that can be run at a scale, in the order of `all`."""
-    return tuple(name for name in PLANS if name not in OWN_SETTINGS or name in scale.settings)
+    own = {"first": scale.seeds, **dict.fromkeys(OWN_SETTINGS, scale.settings)}
+    return tuple(name for name in PLANS if name not in own or name in own[name])
+
+
+def tier_of(config: TrainConfig, scale: Scale) -> str | None:
+    """Which of TIERS an arm of `scale` belongs to; None where the scale has no tiers."""
+    if "first" not in plans_of(scale):
+        return None
+    named = (name for name in TIERS if name in FULL and config.recipe in FULL[name])
+    return next((name for name in named if config.seed in scale.seeds_of(name)), TIERS[-1])
 
 
 def parts_of(name: str, scale: Scale) -> tuple[str, ...]:
@@ -152,9 +168,15 @@ def plan(
             for setting in scale.settings_of(part):
                 own = {k: v for k, v in setting.items() if k == "corpus"}  # its model has the vocabulary of that one
                 for r in recipes if recipes is not None else known[part]:
-                    wanted.setdefault(scale.config(r, seed, **{**setting, **overrides, **own}))
-    # All arms of a seed before the next seed; within one, plan after plan.
-    return Plan(name, scale, tuple(sorted(wanted, key=lambda config: config.seed)))
+                    if part == name or part != "first" or r in known[part]:  # its seeds are for its own recipes
+                        wanted.setdefault(scale.config(r, seed, **{**setting, **overrides, **own}))
+
+    def order(config: TrainConfig) -> tuple[int, int]:
+        tier = tier_of(config, scale)
+        return TIERS.index(tier) if tier else 0, config.seed
+
+    # Tier after tier; all arms of a seed before the next seed; within one, plan after plan.
+    return Plan(name, scale, tuple(sorted(wanted, key=order)))
 
 
 BASES = ("this arm", "other arms of its model", "other models")

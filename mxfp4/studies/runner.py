@@ -8,7 +8,10 @@ counts.
 Under torchrun the plan's arms are trained one after the other by all of its ranks together, on one node or several that
 share the folder of runs:
 
-    torchrun --nproc-per-node 8 -m mxfp4.cli train --scale mi355x --arm mxfp4+h16
+    torchrun --nproc-per-node 8 --max-restarts 2 -m mxfp4.cli train --scale mi355x --arm mxfp4+h16
+
+There no process watches the ranks: each ends itself when it makes no step for too long, torchrun ends the others, and
+with --max-restarts starts all of them again, from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -16,14 +19,16 @@ from __future__ import annotations
 import os
 import sys
 import time
+from datetime import timedelta
 
 import torch
 from tqdm import tqdm
 
 from mxfp4.data.packing import prepare
 from mxfp4.errors import UserError
-from mxfp4.studies.arm_queue import Pool, Summary, stop_on_signal
+from mxfp4.studies.arm_queue import Pool, Summary
 from mxfp4.studies.devices import Place, chosen_gpus, idle, no_gpu, places
+from mxfp4.studies.failures import TOLERANCE, Tolerance
 from mxfp4.studies.machine import default_device
 from mxfp4.studies.memory_check import check_room
 from mxfp4.studies.plans import Plan
@@ -31,6 +36,7 @@ from mxfp4.studies.store import Store
 from mxfp4.studies.train_arm import arm_name, done, train_arm
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.execution import distributed
+from mxfp4.training.execution.signals import stop_on_signal
 from mxfp4.training.protocols import TokenSource
 
 __all__ = ["Summary", "arm_name", "run_plan", "train_arm"]
@@ -49,6 +55,7 @@ def run_plan(
     keep_weights: bool = False,
     gpus: int | None = None,
     again: bool = False,
+    tolerance: Tolerance = TOLERANCE,
 ) -> Summary:
     """Train the missing arms of `plan`, `jobs` at a time on each device (None: the scale's own number).
 
@@ -57,6 +64,7 @@ def run_plan(
     and finish those in work. progress: a bar, where stderr is a terminal, and a line that names what is there already.
     keep_weights: leave the trained weights too, in runs/weights; an arm that has none is missing, and keeps its record.
     again: first set the records that the plan's arms have aside, in runs/replaced, so that all are missing.
+    tolerance: how long to wait for an arm that makes no progress, and how often to try again what failed (`failures`).
     Every rank of torchrun calls it; all get the summary. Raises UserError when the corpus cannot be had, there are no
     GPUs, or fewer, than the scale's arms need, or an arm needs more memory than there is (`memory_check`).
     """
@@ -64,7 +72,7 @@ def run_plan(
     if plan.scale.needs_gpu and device.type != "cuda":
         raise UserError(no_gpu(plan.scale, device.type))
     options = {"corpus": corpus, "max_minutes": max_minutes, "last_start": last_start, "keep_weights": keep_weights,
-               "again": again}  # fmt: skip
+               "again": again, "tolerance": tolerance}  # fmt: skip
     if distributed.launched():
         if jobs is not None and jobs != 1:
             raise UserError(f"jobs={jobs}: under torchrun all ranks train one arm at a time")
@@ -72,7 +80,8 @@ def run_plan(
             raise UserError(f"gpus={gpus}: under torchrun its --nproc-per-node says how many")
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        with distributed.joined(device) as ranks:
+        timeout, flight = timedelta(minutes=tolerance.collective_minutes), store.log_file(plan.scale.name).parent
+        with distributed.joined(device, timeout=timeout, flight=flight) as ranks:
             return _run(plan, store, [(device,)], **options, progress=progress and ranks.rank == 0)
     jobs = plan.scale.jobs if jobs is None else jobs
     if jobs < 1:
@@ -88,7 +97,7 @@ def run_plan(
 
 def _run(
     plan: Plan, store: Store, places: list, *, corpus, max_minutes: float | None, last_start: float | None,
-    keep_weights: bool, again: bool, progress: bool,
+    keep_weights: bool, again: bool, tolerance: Tolerance, progress: bool,
 ) -> Summary:  # fmt: skip
     ranks = distributed.here()
     started = time.monotonic()
@@ -134,7 +143,9 @@ def _run(
             return minutes is not None and time.monotonic() > started + 60 * minutes
 
         with bar, stop_on_signal() as interrupted:
-            pool = Pool(plan.scale, store, places, corpus, summary, bar, lambda: passed(last_start), keep_weights)
+            pool = Pool(
+                plan.scale, store, places, corpus, summary, bar, lambda: passed(last_start), keep_weights, tolerance
+            )
             pool.run(missing, lambda: interrupted.is_set() or passed(max_minutes))
     summary.seconds = time.monotonic() - started
     return summary

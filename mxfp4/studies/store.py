@@ -5,6 +5,7 @@
     runs/checkpoints/<scale>/<run id>/   of a run that goes on, with its lock
     runs/weights/<scale>/<run id>/   what was trained, where it was asked for
     runs/replaced/<scale>/<run id>-1/, ...   records of arms that were then run anew
+    runs/logs/<scale>/   failures.log of the queue; stacks and flight recorders of attempts that failed
 
 The key is the SHA-256 of configuration, device type, GEMM paths, on chips that multiply FP4 themselves the back end that
 does, and SEMANTICS_VERSION, so a record is found
@@ -22,6 +23,7 @@ import json
 import os
 import re
 import shutil
+import time
 import uuid
 import warnings
 from collections.abc import Container, Iterator, Sequence
@@ -49,6 +51,8 @@ from mxfp4.training.protocols import TrainResult
 EVALUATION_COLUMNS = ("branch", "step", "tokens", "forward", "windows", "loss", "top1", "copy_top1")
 AGAIN = "again"
 """A file beside the checkpoints of a run that has a record and is trained again for its weights."""
+ENDINGS = ("finished", "diverged", "stalled")
+"""How a run that has a record ended (`training.divergence`)."""
 FORMAT = 1
 TABLES = ("curve", "probes", "branches", "evaluations", "windows")
 """Tables a record may have; it always has the first."""
@@ -80,7 +84,7 @@ class Record:
 
     @property
     def outcome(self) -> dict:
-        """Status ("finished" or "diverged"), step, tokens, reason, final_loss, final_bpb, target, `replayed` if any."""
+        """Status ("finished", "diverged" or "stalled"), step, tokens, reason, final_loss, final_bpb, target, `replayed` if any."""
         return self.data["outcome"]
 
     @property
@@ -179,6 +183,15 @@ class Store:
         """Where `mxfp4 train --keep-weights` leaves what was trained."""
         return self.root / "weights" / safe_scale(config.scale) / self.run_id(config, device)
 
+    def log_file(self, scale: str) -> Path:
+        """Where the queue writes what failed, was tried again or stalled."""
+        return self.root / "logs" / safe_scale(scale) / "failures.log"
+
+    def trace_dir(self, config: TrainConfig, device: torch.device | str | None = None) -> Path:
+        """Where one attempt at an arm that begins now leaves stacks and flight recorders if it fails."""
+        began = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        return self.log_file(config.scale).parent / f"{self.run_id(config, device)}-{began}"
+
     def get(self, config: TrainConfig, device: torch.device | str | None = None) -> Record | None:
         """The whole record of this arm, or None; of a GPU where there is none, whichever way its products went."""
         device = torch.device(device) if device is not None else default_device()
@@ -198,9 +211,9 @@ class Store:
 
         corpus: fingerprint of the tokens. Raises UserError for a paused run and when the disk is full.
         """
-        if result.outcome["status"] not in ("finished", "diverged"):
+        if result.outcome["status"] not in ENDINGS:
             raise UserError(
-                f"a run with status {result.outcome['status']!r} has no record yet; allowed: finished, diverged"
+                f"a run with status {result.outcome['status']!r} has no record yet; allowed: {', '.join(ENDINGS)}"
             )
         device = torch.device(device) if device is not None else default_device()
         final = self.folder(config, device)

@@ -38,11 +38,12 @@ def train_arm(
     corpus: TokenSource | None = None,
     device: torch.device | str | None = None,
     on_step: Callable[[int], None] | None = None,
+    on_phase: Callable[[str], None] = lambda phase: None,
     stop: Callable[[], bool] | None = None,
     keep_weights: bool = False,
     **execution,
 ) -> str:
-    """Train one arm into the store: "finished", "diverged", "paused", or "busy" when another process is at it.
+    """Train one arm into the store: "finished", "diverged", "stalled", "paused", or "busy" when another process is at it.
 
     keep_weights: leave the trained weights too; an arm that has a record and no weights is trained again, and keeps its
     record. execution: `compile`, `capture`, `recompute_every`, `checkpoint_minutes`, `arms_on_device` of `train`. On
@@ -68,8 +69,8 @@ def train_arm(
                 (folder / AGAIN).touch()
             probe = Probe() if config.probe_steps or config.light_probe_steps else None
             result = train(
-                config, corpus=corpus, device=device, checkpoint_dir=folder, on_step=on_step, probe=probe,
-                progress=False, stop=stop, **execution,
+                config, corpus=corpus, device=device, checkpoint_dir=folder, on_step=on_step, on_phase=on_phase,
+                probe=probe, progress=False, stop=stop, **execution,
             )  # fmt: skip
             status = result.outcome["status"]
             if status == "paused":

@@ -154,6 +154,12 @@ class TrainConfig:
     """More of them, for the run's last evaluation; also the names of `layers.post_training`."""
     final_eval_sequences: int = 0
     """Sequences of the evaluations that end a decay; 0: `eval_sequences`."""
+    stall_evaluations: int = 0
+    """Evaluations over which a run that does not improve is ended as stalled (`divergence.StallRule`); 0: never."""
+    stall_improvement: float = 0.0
+    """Nats a token that count as an improvement."""
+    stall_above: float = 0.0
+    """Loss, nats a token, above which alone a run can be stalled."""
 
     def __post_init__(self):
         for name in TUPLES:
@@ -175,7 +181,7 @@ class TrainConfig:
             "lr",
             "clip",
         )
-        for name in ("seed", "warmup", "decay_steps", "cooldown_steps"):
+        for name in ("seed", "warmup", "decay_steps", "cooldown_steps", "stall_evaluations"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name}={getattr(self, name)} must not be negative")
         if not 0 <= self.lr_min <= self.lr:
@@ -186,6 +192,11 @@ class TrainConfig:
             raise UserError(f"batch_size={self.batch_size} must be a multiple of micro_batches={self.micro_batches}")
         if self.stop_at_target and self.target_loss is None:
             raise UserError("stop_at_target=True needs a target_loss")
+        if self.stall_evaluations and not (self.stall_improvement > 0 and self.stall_above > 0):
+            raise UserError(
+                f"stall_evaluations={self.stall_evaluations} needs a positive stall_improvement and stall_above, not "
+                f"{self.stall_improvement:g} and {self.stall_above:g}"
+            )
         if self.cooldown_steps and self.cooldown_steps + self.warmup > self.steps:
             raise UserError(
                 f"warmup={self.warmup} and cooldown_steps={self.cooldown_steps} do not fit into steps={self.steps}"

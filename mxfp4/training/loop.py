@@ -43,6 +43,7 @@ def train(
     checkpoint_dir: Path | str | None = None,
     checkpoint_minutes: float = CHECKPOINT_MINUTES,
     on_step: Callable[[int], None] | None = None,
+    on_phase: Callable[[str], None] = lambda phase: None,
     probe: Probe | None = None,
     progress: bool = True,
     compile: bool = False,
@@ -56,7 +57,9 @@ def train(
 
     corpus: None packs or opens `config.corpus`. device: None is the GPU if there is one.
     checkpoint_minutes: least time between checkpoints (0: one a step); saving takes 2% of the time at most, so a large
-    model on a slow host is saved less often. on_step: called with the number of each finished step. compile: torch.compile on each block. capture: run a step as one CUDA graph, on a single rank. A
+    model on a slow host is saved less often. on_step: called with the number of each finished step. on_phase: called
+    with one of `liveness.PHASES` before whatever else takes long: a checkpoint, the end. compile: torch.compile on each
+    block. capture: run a step as one CUDA graph, on a single rank. A
     model with experts runs without either. deterministic: sums in a fixed order (`determinism`; on the CPU with one
     number of threads they have it anyway). recompute_every: every n-th block computes its activations again in the
     backward. stop: asked after each step; True, on any rank, leaves a checkpoint and gives the outcome "paused".
@@ -103,15 +106,18 @@ def train(
                 if on_step:
                     on_step(run.step)
             if run.status is not None:
+                on_phase("checkpoint")  # a replay reads one
                 continue
             if {run.step, run.step + 1} <= set(config.probe_steps):
                 continue  # the probe compares these two steps; a checkpoint between them would lose the first
             due = checkpoints is not None and ranks.rank == 0 and checkpoints.due()
             paused, due = ranks.any(stop is not None and stop(), due)
             if checkpoints is not None and (paused or due):
+                on_phase("checkpoint")
                 run.save(checkpoints)
             if paused and run.status is None:
                 run.status = "paused"
+    on_phase("ending")
     if checkpoints is not None:
         checkpoints.close(needed=run.status == "paused")
     return run.result()

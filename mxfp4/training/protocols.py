@@ -43,7 +43,7 @@ class TrainResult:
     window_losses: list[float]
     """Mean loss of each window of the last evaluation, nats a token; the windows of two arms are the same."""
     outcome: dict
-    """status ("finished", "diverged" or "paused"), step, tokens, reason, final_loss, final_bpb, target; where a run over
+    """status ("finished", "diverged", "stalled" or "paused"), step, tokens, reason, final_loss, final_bpb, target; where a run over
     ranks was taken up again after a value that was not finite, `replayed`: step, reason and from (a step) of each."""
     timings: dict
     """train_seconds, evaluate_seconds, tokens_per_second (None for a run too short to time); on a GPU peak_memory_bytes,

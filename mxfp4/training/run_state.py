@@ -22,7 +22,7 @@ from mxfp4.training.arm_model import in_recipe, initial_model
 from mxfp4.training.branch import Branch, kept
 from mxfp4.training.checkpoints.resume import Checkpoints
 from mxfp4.training.config import TrainConfig
-from mxfp4.training.divergence import DivergenceWatch
+from mxfp4.training.divergence import DivergenceWatch, StallRule
 from mxfp4.training.evaluation import bits_per_byte, fused_token_loss, token_loss, token_losses, window_losses
 from mxfp4.training.execution.cuda_graph import CapturedStep
 from mxfp4.training.execution.distributed import Ranks, whole
@@ -194,6 +194,7 @@ class Run:
         run.config = replace(
             self.config, steps=branch.end, cooldown_steps=cooldown, short_budgets=(), decay_recipes=(),
             final_forwards=(), target_loss=None, stop_at_target=False, probe_steps=(), light_probe_steps=(),
+            stall_evaluations=0,
         )  # fmt: skip
         run.forwards = replace(self.forwards, config=run.config)
         run.branch, run.rows, run.pending, run.watch = branch, [], [], copy.deepcopy(self.watch)
@@ -263,6 +264,15 @@ class Run:
             self.target = {"loss": wanted, "step": self.step, "tokens": row["tokens"]}
             if self.config.stop_at_target:
                 self.status = "finished"
+        if self.status is None:
+            self._end_if_stalled()
+
+    def _end_if_stalled(self) -> None:
+        config = self.config
+        rule = StallRule(config.stall_evaluations, config.stall_improvement, config.stall_above)
+        reason = rule.reason([row["eval_loss"] for row in self.rows if math.isfinite(row["eval_loss"])])
+        if reason is not None:
+            self.status, self.reason = "stalled", f"{reason}, at step {self.step}"
 
     def _row(self, step: int, **known: float) -> dict:
         names = ("train_loss", "grad_norm", "lr", "eval_loss", "eval_bpb", "balance_loss")

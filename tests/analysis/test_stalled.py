@@ -7,7 +7,9 @@ import pandas as pd
 import pytest
 
 from mxfp4 import cli
-from mxfp4.analysis import stalled
+from mxfp4.analysis import metrics, stalled
+from mxfp4.analysis.bootstrap import panel
+from mxfp4.analysis.effect import final_losses
 from mxfp4.analysis.study import studies
 from mxfp4.pages import frames
 from mxfp4.studies.store import Store
@@ -96,6 +98,21 @@ def test_a_study_names_the_seeds_in_which_an_arm_stalled(store):
     assert frames.outcome_text(study, "mxfp4") == "3 finished"
     (alone,) = studies([r for r in study.records if r.config.recipe != "bf16"])
     assert frames.outcome_text(alone, "ti2d-no-sr") == "3 finished"
+
+
+def test_a_run_that_was_ended_as_stalled_has_no_last_loss(tmp_path):
+    """Its curve ends early: what it had last is not the loss of its budget, and its window losses are left out."""
+    store = fill(Store(tmp_path), {"bf16": 1.0, "mxfp4": lambda seed: math.inf if seed == 2 else 1.1})
+    put(store, config("mxfp4+h16", 0), slowdown=1.05)
+    put(store, config("mxfp4+h16", 1), flat=5.0, diverged_at=500, ended="stalled")
+    (study,) = studies(store.load())
+    assert (study.diverged("mxfp4+h16"), study.stalled("mxfp4+h16"), study.cut_short("mxfp4+h16")) == ((), (1,), (1,))
+    assert (study.stalled("mxfp4"), study.cut_short("mxfp4")) == ((), (2,))
+    losses = final_losses(study, "mxfp4+h16")
+    assert math.isfinite(losses[0]) and losses[1] == math.inf and panel(study, "mxfp4+h16", (0, 1)) is None
+    assert frames.outcome_text(study, "mxfp4+h16") == "1 finished, 1 stalled (seed 1)"
+    effect = metrics.convergence(study, arm="mxfp4+h16", reference="bf16")
+    assert effect.value == 0.5 and "mxfp4+h16 stalled in seed 1" in effect.note
 
 
 def test_a_reference_that_diverged_is_not_part_of_the_mean(tmp_path):

@@ -64,6 +64,7 @@ def put(
     slowdown=1.0,
     offset=0.0,
     diverged_at=None,
+    ended="diverged",
     probes=(),
     speed=1000.0,
     arms_on_device=1,
@@ -74,14 +75,14 @@ def put(
     training=3.0,
     flat=None,
 ) -> None:
-    """windows: what each evaluation window's loss is above their mean, at the end. wobble: added to the evaluations."""
+    """diverged_at: the step at which it ended early, as `ended` says. windows: what each evaluation window's loss is above their mean, at the end. wobble: added to the evaluations."""
     rows = curve(c, slowdown, offset, diverged_at, training, flat)
     for row, extra in zip(rows, wobble, strict=False):
         row["eval_loss"] += float(extra)
     if c.stop_at_target:
         stop = next((i for i, row in enumerate(rows) if (row["eval_loss"] or math.inf) <= c.target_loss), len(rows) - 1)
         rows = rows[: stop + 1]
-    status, step = ("diverged", diverged_at) if diverged_at else ("finished", rows[-1]["step"])
+    status, step = (ended, diverged_at) if diverged_at else ("finished", rows[-1]["step"])
     outcome = {
         "status": status,
         "step": step,

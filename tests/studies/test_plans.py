@@ -16,7 +16,7 @@ from mxfp4 import cli
 from mxfp4.analysis.study import setting
 from mxfp4.cli.commands import plan as command
 from mxfp4.errors import UserError
-from mxfp4.studies.plans import BASES, FULL, SMALL, Plan, plan, plans_of
+from mxfp4.studies.plans import BASES, FULL, SMALL, TIERS, Plan, plan, plans_of, tier_of
 from mxfp4.studies.progress import duration
 from mxfp4.studies.runner import arm_name, run_plan, train_arm
 from mxfp4.studies.scales import CPU, SCALES
@@ -87,7 +87,30 @@ def test_experts_have_the_dense_models_active_weights():
 def test_all_is_every_plan_and_on_a_laptop_a_few():
     assert set(plan("all", "gpu").arms) == {c for n in plans_of(SCALES["gpu"]) for c in plan(n, "gpu").arms}
     assert len(plan("all", "cpu").arms) < 50
-    assert plans_of(SCALES["mi355x"]) == ("table1", "disagreement", "p2", "others", "two-sided")
+    assert plans_of(SCALES["mi355x"]) == ("first", "table1", "disagreement", "p2", "others", "two-sided")
+
+
+def test_the_largest_scale_runs_in_tiers():
+    """P1's main result with its seeds, then the rest of table 1, then the others; elsewhere seeds come last."""
+    scale, arms = SCALES["mi355x"], plan("all", "mi355x").arms
+    tiers = [tier_of(a, scale) for a in arms]
+    assert list(dict.fromkeys(tiers)) == list(TIERS) and tiers == sorted(tiers, key=TIERS.index)
+    first = plan("first", "mi355x").arms
+    assert [(a.recipe, a.seed) for a in arms[:12]] == [(a.recipe, a.seed) for a in first]
+    assert [a.seed for a in first] == [0] * 4 + [1] * 4 + [2] * 4 and {a.recipe for a in first} == set(FULL["first"])
+    assert set(plan("table1", "mi355x").arms) <= {a for a, t in zip(arms, tiers, strict=True) if t != "rest"}
+    assert {tier_of(a, SCALES["gpu"]) for a in plan("all", "gpu").arms} == {None}
+    with pytest.raises(UserError, match="unknown plan 'first' at scale 'gpu'"):
+        plan("first", "gpu")
+
+
+def test_the_first_tiers_seeds_are_for_its_own_recipes():
+    named = plan("all", "mi355x", recipes=["ti2d", "mxfp4"]).arms
+    assert [(a.recipe, a.seed) for a in named] == [("mxfp4", 0), ("mxfp4", 1), ("mxfp4", 2), ("ti2d", 0)]
+
+
+def test_a_run_that_stops_learning_is_ended_at_the_largest_scale_alone():
+    assert [plan("table1", s).arms[0].stall_evaluations for s in ("cpu", "gpu", "mi355x")] == [0, 0, 5]
 
 
 @pytest.mark.parametrize("name", ["others", "two-sided", "sizes", "moe", "synthetic"])
@@ -251,7 +274,9 @@ class Broken(FakeCorpus):
 
 def test_an_arm_that_fails_takes_nothing_with_it(store):
     summary = run_plan(small(recipes=("bf16",), seeds=(0, 1, 2)), store, jobs=1, device="cpu", corpus=Broken())
-    assert summary.failed == {"bf16-s1": "RuntimeError: two lines"} and summary.trained == [
+    assert summary.failed == {
+        "bf16-s1": "RuntimeError: two lines; twice at step 3: the arm's own fault"
+    } and summary.trained == [
         "bf16-s0",
         "bf16-s2",
     ]

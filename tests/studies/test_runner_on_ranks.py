@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from mxfp4.studies.failures import Tolerance
 from mxfp4.studies.plans import plan
 from mxfp4.studies.runner import run_plan
 from mxfp4.studies.scales import CPU
@@ -47,12 +48,47 @@ class RankDies(FakeCorpus):
 def test_a_rank_that_dies_ends_its_arm_alone_and_the_next_call_goes_on_with_one(tmp_path):
     store = Store(tmp_path)
     both = plan("table1", TOGETHER, recipes=["bf16"], seeds=(0, 1))
-    summary = run_plan(both, store, device="cpu", corpus=RankDies(), progress=False)
-    assert summary.failed == {"bf16-s0": "its process ended with exit code -9"} and summary.trained == ["bf16-s1"]
+    once = Tolerance(retries=0)
+    summary = run_plan(both, store, device="cpu", corpus=RankDies(), progress=False, tolerance=once)
+    assert list(summary.failed) == ["bf16-s0"] and summary.trained == ["bf16-s1"] and not summary.retried
+    assert summary.failed["bf16-s0"].startswith("rank 1 ended with exit code -9: rank 0 (cpu, pid ")
     (record,) = store.load("cpu")
     assert record.timings["ranks"] == 2 and record.outcome["step"] == 12 and not store.begun()
     assert train(ALONE, store, recipes=["bf16"]).trained == ["bf16-s0"]
     assert "ranks" not in store.load("cpu")[0].timings
+
+
+@dataclass(frozen=True)
+class RankStops(FakeCorpus):
+    """SIGSTOP of rank 1 at a step of the first attempt."""
+
+    marker: Path = Path()
+
+    def batch(self, step, batch_size, seq_len, seed):
+        if distributed.here().rank == 1 and step == 3 and not self.marker.exists():
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().batch(step, batch_size, seq_len, seed)
+
+
+def test_a_rank_that_is_stopped_is_noticed_and_named_and_its_arm_tried_again(tmp_path, capsys):
+    """It is not waited for: the other waits in a collective, which would take minutes. What it leaves behind is kept."""
+    store, idle = Store(tmp_path / "runs"), Tolerance(idle_minutes=8 / 60)
+    summary = run_plan(
+        arms(TOGETHER),
+        store,
+        device="cpu",
+        corpus=RankStops(marker=tmp_path / "stopped"),
+        progress=False,
+        tolerance=idle,
+    )
+    assert (summary.trained, summary.retried, summary.failed) == (["mxfp4+sr-s0"], {"mxfp4+sr-s0": 1}, {})
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "no progress" in line]
+    assert "mxfp4+sr-s0 at step 3 on cpu: no progress for 0.1" in said and "min while training: rank 0 (cpu" in said
+    assert "alive, rank 1 (cpu" in said and "stopped (state T)" in said and "tried again from step 0" in said
+    (stacks,) = (tmp_path / "runs" / "logs" / "cpu").glob("*/stacks-rank-0.txt")
+    assert str(stacks) in said and "train_arm" in stacks.read_text()
+    assert said.split("; tried")[0] in summary.log.read_text() and str(summary.log) in str(summary)
 
 
 # What a user of torchrun runs, but for the tiny arm.

@@ -125,6 +125,19 @@ def test_target_is_recorded_and_can_end_the_run():
     assert stopped.outcome["status"] == "finished"
 
 
+def test_a_run_that_does_not_improve_ends_as_stalled_if_its_configuration_says_so():
+    flat = {"lr": 1e-9, "lr_min": 0.0, "eval_every": 2}
+    rule = {"stall_evaluations": 2, "stall_improvement": 0.01, "stall_above": 2.0}
+    result = run(tiny_config(**flat, **rule))
+    assert (result.outcome["status"], result.outcome["step"], len(result.curve)) == ("stalled", 4, 5)
+    assert result.outcome["reason"].endswith("less than 0.01 nats and stayed above 2, at step 4")
+    assert run(tiny_config(**flat)).outcome["status"] == "finished"
+    with pytest.raises(
+        UserError, match="stall_evaluations=2 needs a positive stall_improvement and stall_above, not 0 and"
+    ):
+        tiny_config(**{**rule, "stall_improvement": 0})
+
+
 def test_a_mixture_of_experts_reports_its_balance():
     from dataclasses import replace
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import pandas as pd
 
-from mxfp4.analysis.stalled import REFERENCE, is_stalled, mean_curve
+from mxfp4.analysis.stalled import REFERENCE, ending, mean_curve
 from mxfp4.studies.registered_arms import DECAYED, study_arms
 from mxfp4.studies.registry import Probe, RegisteredStudy
 from mxfp4.studies.store import Record
@@ -56,9 +56,7 @@ def runs_table(study: RegisteredStudy, records: Iterable[Record]) -> pd.DataFram
 
 def _run_rows(part: str, record: Record, reference: pd.DataFrame | None) -> Iterator[dict]:
     config = record.config
-    status = record.outcome["status"]
-    if status == "finished" and is_stalled(record.curve, reference, config.tokens):
-        status = "stalled"
+    status = ending(record, reference)
     evaluations = record.evaluations
     for branch, budget in budgets(config).items():
         is_decay = branch in config.decay_recipes
@@ -67,7 +65,8 @@ def _run_rows(part: str, record: Record, reference: pd.DataFrame | None) -> Iter
                  "run_id": record.run_id}  # fmt: skip
         if rows.empty:  # it did not come so far
             for forward in (OWN, *config.eval_forwards):
-                yield {**about, "forward": forward, "status": "diverged", "loss": math.nan}
+                yield {**about, "forward": forward, "status": "stalled" if status == "stalled" else "diverged",
+                       "loss": math.nan}  # fmt: skip
             continue
         training = _last_training_loss(record, branch)
         for row in rows[rows["forward"].isin([OWN, *config.eval_forwards])].itertuples():

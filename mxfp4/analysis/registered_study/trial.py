@@ -21,7 +21,7 @@ import pandas as pd
 import torch
 
 from mxfp4.analysis.registered_study.estimates import Estimate, paired, smallest_difference, smallest_effect
-from mxfp4.analysis.stalled import is_stalled, mean_curve
+from mxfp4.analysis.stalled import ending, mean_curve
 from mxfp4.errors import UserError
 from mxfp4.layers.convert import convert
 from mxfp4.layers.recipe import Recipe, recipe
@@ -303,11 +303,9 @@ def table(
 
 
 def _run(record: Record, branch: str, rules: Protocol, curve: pd.DataFrame | None) -> Run:
-    config, rows, status = record.config, record.evaluations, record.outcome["status"]
+    config, rows, status = record.config, record.evaluations, ending(record, curve)
     rows = rows[(rows["branch"] == branch) & (rows["step"] == rules.base.steps)].set_index("forward")
-    if not branch and status == "finished" and is_stalled(record.curve, curve, config.tokens):
-        status = "stalled"
-    elif branch:
+    if branch:
         status = "finished" if len(rows) else "diverged"
     excess = dict.fromkeys(FORWARDS, math.inf)
     if status == "finished":

@@ -27,7 +27,7 @@ from mxfp4.studies.memory_check import (
     too_large,
     too_much_staged,
 )  # fmt: skip
-from mxfp4.studies.plans import BASES, ArmStatus, Plan, device_seconds
+from mxfp4.studies.plans import BASES, TIERS, ArmStatus, Plan, device_seconds, tier_of
 from mxfp4.studies.store import Store
 from mxfp4.training import weights
 from mxfp4.training.checkpoints import checkpoint
@@ -58,6 +58,21 @@ class Cost:
     """As logged, evaluations included; None without a log."""
     gpu_hours_left: float | None
     """The rest of its budget at that step time, with its evaluations; arms that share a GPU share its hours."""
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One of `plans.TIERS`: what is left of it, at most."""
+
+    name: str
+    arms: int
+    left: int
+    """Arms without a record."""
+    gpu_hours: float
+    gpu_hours_in_all: float
+    """With those of the tiers before."""
+    assumed: int
+    """Arms of which no step time is known, counted at FP8's logged one."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +129,7 @@ def dry_run(
         *_too_full(disk, free, store.root, machine),
     ]  # fmt: skip
     return DryRun(
-        plan, machine, tuple(_cost(a, ranks) for a in status), tuple(memory), at_a_time, packings, tuple(disk), free,
+        plan, machine, costs_of(status, ranks), tuple(memory), at_a_time, packings, tuple(disk), free,
         staging, ranks, tuple(problems),
     )  # fmt: skip
 
@@ -126,6 +141,26 @@ def _for_weights(arm: ArmStatus, store: Store, device: str) -> ArmStatus:
     step = checkpoint.latest_step(store.checkpoint_dir(arm.config, device)) or 0
     rest = device_seconds(arm.record) * (1 - step / max(arm.record.outcome["step"], 1))
     return ArmStatus(arm.config, None, step, max(rest, 0.0), BASES[0])
+
+
+def costs_of(arms: Sequence[ArmStatus], ranks: int) -> tuple[Cost, ...]:
+    """What each arm takes on `ranks` GPUs together."""
+    return tuple(_cost(arm, ranks) for arm in arms)
+
+
+def tiers(plan: Plan, costs: Sequence[Cost]) -> list[Tier]:
+    """The tiers of a plan that has arms of several, in order; none where the scale has no tiers."""
+    found: list[Tier] = []
+    total = 0.0
+    for name in TIERS:
+        mine = [c for c in costs if tier_of(c.arm.config, plan.scale) == name]
+        left = [c for c in mine if not c.arm.done]
+        hours = budget_hours(left)
+        if not mine or hours is None:
+            continue
+        total += hours
+        found.append(Tier(name, len(mine), len(left), hours, total, sum(c.gpu_hours_left is None for c in left)))
+    return found
 
 
 def _cost(arm: ArmStatus, ranks: int) -> Cost:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mxfp4.analysis import published
 from mxfp4.analysis.claims import load_ledger
-from mxfp4.cli.checks.dry_run import Cost, DryRun, budget_hours, with_seeds
+from mxfp4.cli.checks.dry_run import Cost, DryRun, Tier, budget_hours, tiers, with_seeds
 from mxfp4.errors import UserError
 from mxfp4.studies.devices import idle
 from mxfp4.studies.memory_check import GB, P1_GPUS, PROCESS_BYTES, STAGED, needed
@@ -19,7 +19,8 @@ from mxfp4.text import count
 def text(result: DryRun) -> str:
     """The answer as it is printed."""
     parts = [
-        _head(result), "\n".join([_arms(result), *_seeds(result)]), _memory_text(result), _disk_text(result),
+        _head(result), "\n".join([_arms(result), *_seeds(result)]),
+        *tiers_text(tiers(result.plan, result.costs), result.machine.gpus), _memory_text(result), _disk_text(result),
         _there(result),
     ]  # fmt: skip
     where = "" if result.machine.here else " on such a machine, which this is not"
@@ -52,6 +53,7 @@ def as_json(r: DryRun) -> dict[str, Any]:
             }
             for c in r.costs
         ],
+        "tiers": [asdict(tier) for tier in tiers(r.plan, r.costs)],
         "memory": [
             {
                 "recipe": config.recipe,
@@ -126,6 +128,26 @@ def _arms(r: DryRun) -> str:
     return "\n".join(lines)
 
 
+def tiers_text(found: Sequence[Tier], gpus: int) -> list[str]:
+    """A table of the tiers, in a list; empty without tiers. gpus: of a node."""
+    if not found:
+        return []
+    gpus = gpus or P1_GPUS
+    heads = ("tier", "arms", "left", "GPU-hours", "GPU-hours in all", f"hours of {gpus} GPUs in all")
+    rows = [
+        (t.name, str(t.arms), str(t.left), *map(_number, (t.gpu_hours, t.gpu_hours_in_all, t.gpu_hours_in_all / gpus)))
+        for t in found
+    ]
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    lines = [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (heads, *rows)
+    ]
+    if assumed := sum(t.assumed for t in found):
+        lines.append(f"at most; {assumed} arms without a step time count at FP8's logged one (assumed)")
+    return ["\n".join(lines)]
+
+
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
@@ -169,7 +191,7 @@ def _seeds(r: DryRun) -> list[str]:
     wanted = tuple(range(need))
     hours = budget_hours(with_seeds(r, wanted))
     cost = "" if hours is None else f", {_number(hours)} GPU-hours at most in all{_days(r, hours, need * len(arms))}"
-    own = ", ".join(map(str, sorted(set().union(*arms.values()))))
+    own = ", ".join(map(str, sorted(set.intersection(*arms.values()))))
     options = " ".join(f"--seed {seed}" for seed in wanted)
     return [
         f'seeds: with {own} alone {len(short)} claims about these arms stay "not tested at this scale"; they need '

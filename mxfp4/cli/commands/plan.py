@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     records = store.load(plan.scale.name)
     study_of = {record.key: study for study in studies(records) for record in study.records}
     if args.json:
-        print(json.dumps(_as_json(args, status, study_of), indent=1, allow_nan=False))
+        print(json.dumps(_as_json(args, plan, status, study_of), indent=1, allow_nan=False))
         return 0
     devices = {r.machine["device"] for r in records}
     device = devices.pop() if len(devices) == 1 else "device"
@@ -58,6 +58,12 @@ def run(args: argparse.Namespace) -> int:
             arms = [by_config[a] for a in chosen_plan(args, name).arms if a in by_config]
             if arms:  # the whole study leaves out what is run only when asked for
                 print(f"{name:<12}  {_summary(arms, device)}")
+    tiers = _tiers(plan, status)
+    if tiers:
+        from mxfp4.cli.checks.dry_run_text import tiers_text
+        from mxfp4.studies.memory_check import P1_GPUS
+
+        print("", *tiers_text(tiers, P1_GPUS), sep="\n")
     counts = Counter("done" if a.done else "begun" if a.step else "missing" for a in status)
     tokens = sum((a.config.steps - a.step) * a.config.tokens_per_step for a in status if not a.done)
     done = f"{counts['done']} of {len(status)} arms done, {counts['begun']} begun"
@@ -68,8 +74,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _as_json(args: argparse.Namespace, status: list, study_of: dict) -> dict:
+def _tiers(plan, status: list) -> list:
+    """`dry_run.tiers` on a node like P1's."""
+    from mxfp4.cli.checks.dry_run import costs_of, tiers
+    from mxfp4.studies.memory_check import P1_GPUS
+
+    return tiers(plan, costs_of(status, plan.scale.ranks_on(P1_GPUS)))
+
+
+def _as_json(args: argparse.Namespace, plan, status: list, study_of: dict) -> dict:
     """The arms, what is left of them and the command that trains it; times in seconds of one device."""
+    from dataclasses import asdict
+
     from mxfp4.studies.plans import slices
 
     def ending(arm) -> str:
@@ -103,6 +119,7 @@ def _as_json(args: argparse.Namespace, status: list, study_of: dict) -> dict:
             [{"recipe": a.config.recipe, "seed": a.config.seed, "seconds": a.seconds} for a in arms]
             for arms in (slices(left, args.slice_minutes) if args.slice_minutes else ())
         ],
+        "tiers": [asdict(tier) for tier in _tiers(plan, status)],
         "command": _train_command(args) if left else None,
     }
 

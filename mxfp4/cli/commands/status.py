@@ -73,10 +73,9 @@ def _as_text(state: dict[str, Any]) -> str:
 
     lines, by_scale = [f"runs: {state['root']}"], state["records"]
     for scale in sorted({scale for scale, _ in by_scale}):
-        finished, diverged = by_scale[scale, "finished"], by_scale[scale, "diverged"]
-        lines.append(
-            f"scale {scale}: {finished + diverged} records" + (f", {diverged} of them diverged" if diverged else "")
-        )
+        total = sum(n for (name, _), n in by_scale.items() if name == scale)
+        early = [f", {n} of them {how}" for how in ("diverged", "stalled") if (n := by_scale[scale, how])]
+        lines.append(f"scale {scale}: {total} records" + "".join(early))
     for run_, at, left in state["begun"]:
         where, holder = f"at step {run_.step}", run_.holder or "stopped"
         if left:

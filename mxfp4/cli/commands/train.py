@@ -60,8 +60,44 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="run the arms named by --arm anew: records that they have go to runs/replaced. Interrupted, it goes on "
         "without --again",
     )
+    add_tolerance_arguments(parser.add_argument_group("failures", "they are listed in runs/logs/<scale>/failures.log"))
     parser.add_argument("--quiet", action="store_true", help="print the summary alone")
     parser.set_defaults(handler=run)
+
+
+def add_tolerance_arguments(group: argparse._ArgumentGroup) -> None:
+    """The options of `Tolerance`; None leaves its defaults, which the help repeats."""
+    group.add_argument(
+        "--retries", type=int, metavar="N",
+        help="try a failed arm again N times, from its last checkpoint (default: 2); twice at one step ends it sooner",
+    )  # fmt: skip
+    group.add_argument(
+        "--device-failures",
+        type=int,
+        metavar="N",
+        help="stop once one GPU has failed N times, and name it (default: 3)",
+    )
+    group.add_argument(
+        "--idle-minutes", type=float, metavar="M",
+        help="end an arm that makes no step for M minutes while it trains, and say which of its processes are alive, "
+        "stopped or dead (default: 15)",
+    )  # fmt: skip
+    group.add_argument(
+        "--slow-minutes", type=float, metavar="M", help="the same while it starts, compiles or saves (default: 60)"
+    )
+    group.add_argument(
+        "--collective-minutes", type=float, metavar="M",
+        help="longest wait of a GPU for the others; then NCCL writes its flight recorder (default: 10)",
+    )  # fmt: skip
+
+
+def _tolerance(args: argparse.Namespace):
+    from dataclasses import fields
+
+    from mxfp4.studies.failures import Tolerance
+
+    given = {f.name: getattr(args, f.name) for f in fields(Tolerance)}
+    return Tolerance(**{name: value for name, value in given.items() if value is not None})
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +105,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", default="cpu", help="cpu, gpu or mi355x (default: cpu)")
     parser.add_argument(
         "--plan", default="all",
-        help="at gpu: study, the registered study, or one of its parts (main, short, text, batch, ladder, experts); of the "
+        help="at mi355x: first (bf16, fp8, mxfp4, mxfp4+h16, three seeds each); at gpu: study, the registered study, or one of its parts (main, short, text, batch, ladder, experts); of the "
         "older study table1, disagreement, p2, others, two-sided, sizes, moe, synthetic or all (default: all, which "
         "`make reproduce` runs: every plan of the scale, but at cpu table1, disagreement, p2, synthetic alone)",
     )  # fmt: skip
@@ -97,8 +133,8 @@ def chosen_plan(args: argparse.Namespace, name: str | None = None):
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when every arm has a record (diverged ones included), 130 when stopped before, 1 when an arm
-    failed or, for a dry run, cannot fit."""
+    """0 when every arm has a record (diverged and stalled ones included), 130 when stopped before, 1 when an arm or a
+    device failed or, for a dry run, something cannot fit."""
     if args.device == "cpu":
         if args.gpus:
             raise UserError(f"--gpus {args.gpus} with --device cpu: leave one of them out")
@@ -122,13 +158,13 @@ def run(args: argparse.Namespace) -> int:
     summary = run_plan(
         plan, store, jobs=args.jobs, device=args.device, max_minutes=args.max_minutes,
         last_start=args.last_start, progress=not args.quiet, keep_weights=args.keep_weights, gpus=args.gpus,
-        again=args.again,
+        again=args.again, tolerance=_tolerance(args),
     )  # fmt: skip
     if reports():
         print(f"{args.plan} at scale {args.scale}: {summary}")
         if args.keep_weights and (kept := _kept(plan, store, args.device)):
             print(kept)
-    if summary.failed:
+    if summary.failed or summary.stopped:
         return 1
     return 130 if summary.paused or summary.left else 0
 

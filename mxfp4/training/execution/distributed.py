@@ -20,6 +20,7 @@ import os
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mxfp4.errors import UserError
+from mxfp4.training.execution.liveness import record_flight
 
+TIMEOUT = timedelta(minutes=10)  # for collectives on the device: PyTorch's default for NCCL
 PATIENCE = timedelta(days=7)  # for agreements: rank 0 may be packing a corpus. A rank that dies is noticed at once
 
 
@@ -125,8 +128,15 @@ def reports() -> bool:
 
 
 @contextmanager
-def joined(device: torch.device | str, meeting: tuple[str, int, int] | None = None) -> AbstractContextManager[Ranks]:
-    """Join the other ranks of the run. device: this rank's own. meeting: (address, rank, size); None is torchrun's."""
+def joined(
+    device: torch.device | str, meeting: tuple[str, int, int] | None = None, *,
+    timeout: timedelta = TIMEOUT, flight: Path | None = None,
+) -> AbstractContextManager[Ranks]:  # fmt: skip
+    """Join the other ranks of the run. device: this rank's own. meeting: (address, rank, size); None is torchrun's.
+
+    timeout: longest wait in a collective on the device. NCCL then writes its flight recorder into the folder `flight`
+    (None: where PyTorch does by itself) and ends the process.
+    """
     global _here
     device = torch.device(device)
     gpu = device.type == "cuda"
@@ -135,7 +145,9 @@ def joined(device: torch.device | str, meeting: tuple[str, int, int] | None = No
         torch.cuda.set_device(device)
     address, rank, size = meeting or ("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
-    dist.init_process_group(backend, init_method=address, rank=rank, world_size=size)
+    if flight is not None:
+        record_flight(flight)
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=size, timeout=timeout)
     together = False  # after an error of this rank alone the others wait in a collective: leaving would wait for them
     try:
         control, writers = (dist.new_group(backend="gloo", timeout=PATIENCE) for _ in range(2))

@@ -11,8 +11,8 @@ import pytest
 from mxfp4.analysis.claims import load_ledger
 from mxfp4.cli import main
 from mxfp4.cli.checks import dry_run as module
-from mxfp4.cli.checks.dry_run import dry_run, steps_worth
-from mxfp4.cli.checks.dry_run_text import text
+from mxfp4.cli.checks.dry_run import budget_hours, costs_of, dry_run, steps_worth, tiers
+from mxfp4.cli.checks.dry_run_text import as_json, text, tiers_text
 from mxfp4.errors import UserError
 from mxfp4.studies import runner
 from mxfp4.studies.plans import plan
@@ -155,7 +155,9 @@ def test_kept_weights_are_on_the_disk_and_an_arm_without_them_is_left(tmp_path):
 
 def test_what_the_seeds_decide_and_what_three_would_cost(tmp_path):
     one, three = (plan("table1", "mi355x", seeds=seeds) for seeds in (None, (0, 1, 2)))
-    (line,) = (x for x in text(dry_run(one, Store(tmp_path))).splitlines() if x.startswith("seeds: "))
+    result = dry_run(one, Store(tmp_path))
+    (line,) = (x for x in text(result).splitlines() if x.startswith("seeds: "))
+    assert [t["name"] for t in as_json(result)["tiers"]] == ["first", "table1"] and "\ntable1  13 " in text(result)
     found = re.match(
         r"seeds: with 0 alone (\d+) claims .* need 3 seeds of an arm \(--seed 0 --seed 1 --seed 2, ([\d,]+) GPU", line
     )
@@ -170,6 +172,23 @@ def test_what_the_seeds_decide_and_what_three_would_cost(tmp_path):
     assert float(found[2].replace(",", "")) == pytest.approx(hours + assumed, rel=0.01)
     assert "seeds: " not in text(dry_run(three, Store(tmp_path)))
     assert "seeds: " not in text(dry_run(plan("table1", "cpu"), Store(tmp_path)))  # too small, whatever the seeds
+
+
+def test_hours_of_the_tiers_add_up(tmp_path, monkeypatch, capsys):
+    """`mxfp4 plan` shows them; other scales have none."""
+    whole, store = plan("all", "mi355x"), Store(tmp_path)
+    costs = costs_of(whole.status(store, "cuda"), 8)
+    found = tiers(whole, costs)
+    assert [(t.name, t.arms) for t in found][:2] == [("first", 12), ("table1", 13)]
+    assert sum(t.arms for t in found) == len(costs) and sum(t.assumed for t in found) == len(costs) - 6
+    assert found[-1].gpu_hours_in_all == pytest.approx(budget_hours(costs))
+    assert 300 < found[0].gpu_hours == found[0].gpu_hours_in_all < 320
+    monkeypatch.setenv("MXFP4_RUNS", str(tmp_path))
+    assert main(["plan", "--scale", "mi355x", "--plan", "first"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("first  ")]
+    assert line.split() == ["first", "12", "12", "308", "308", f"{found[0].gpu_hours / 8:.3g}"]
+    small = plan("all", "cpu")
+    assert tiers_text(tiers(small, costs_of(small.status(store, "cpu"), 1)), 0) == []
 
 
 def test_other_gpu_counts(tmp_path):
