@@ -20,6 +20,7 @@ FOLDERS = (
     "data",
     "training.execution",
     "training.checkpoints",
+    "training.monitoring",
     "training",
     "adapters",
     "diagnostics",

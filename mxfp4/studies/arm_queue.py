@@ -35,6 +35,7 @@ from mxfp4.studies.store import Store
 from mxfp4.studies.train_arm import arm_name, done, train_arm
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.execution import distributed
+from mxfp4.training.monitoring.monitor import Monitoring
 
 RETRY_SECONDS = 2.0  # between looks at the arms that other processes train
 
@@ -105,12 +106,15 @@ class Pool:
 
     def __init__(
         self, scale: Scale, store: Store, places: list[Place], corpus, summary: Summary, bar: tqdm,
-        closed: Callable[[], bool], keep_weights: bool,
+        closed: Callable[[], bool], keep_weights: bool, monitoring: Monitoring | None = None,
     ):  # fmt: skip
         self.scale, self.store, self.places = scale, store, places
         self.corpus, self.summary, self.bar = corpus, summary, bar
         self.closed, self.keep_weights = closed, keep_weights
-        self.execution = scale.execution() | {"keep_weights": keep_weights}  # how each is trained
+        self.execution = scale.execution() | {
+            "keep_weights": keep_weights,
+            "monitoring": monitoring,
+        }  # how each is trained
         self.queue: deque[tuple[TrainConfig, int]] = deque()
         self.held: deque[tuple[TrainConfig, int]] = deque()  # by other processes, when last asked
         self.retry_at = 0.0

@@ -31,6 +31,7 @@ from mxfp4.studies.store import Store
 from mxfp4.studies.train_arm import arm_name, done, train_arm
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.execution import distributed
+from mxfp4.training.monitoring.monitor import Monitoring
 from mxfp4.training.protocols import TokenSource
 
 __all__ = ["Summary", "arm_name", "run_plan", "train_arm"]
@@ -49,6 +50,7 @@ def run_plan(
     keep_weights: bool = False,
     gpus: int | None = None,
     again: bool = False,
+    monitoring: Monitoring | None = None,
 ) -> Summary:
     """Train the missing arms of `plan`, `jobs` at a time on each device (None: the scale's own number).
 
@@ -56,6 +58,7 @@ def run_plan(
     packs or opens the plan's. max_minutes: stop then, with checkpoints. last_start: begin no arm after so many minutes,
     and finish those in work. progress: a bar, where stderr is a terminal, and a line that names what is there already.
     keep_weights: leave the trained weights too, in runs/weights; an arm that has none is missing, and keeps its record.
+    monitoring: how the runs are watched; None writes each run's log and nothing else.
     again: first set the records that the plan's arms have aside, in runs/replaced, so that all are missing.
     Every rank of torchrun calls it; all get the summary. Raises UserError when the corpus cannot be had, there are no
     GPUs, or fewer, than the scale's arms need, or an arm needs more memory than there is (`memory_check`).
@@ -64,7 +67,7 @@ def run_plan(
     if plan.scale.needs_gpu and device.type != "cuda":
         raise UserError(no_gpu(plan.scale, device.type))
     options = {"corpus": corpus, "max_minutes": max_minutes, "last_start": last_start, "keep_weights": keep_weights,
-               "again": again}  # fmt: skip
+               "again": again, "monitoring": monitoring or Monitoring()}  # fmt: skip
     if distributed.launched():
         if jobs is not None and jobs != 1:
             raise UserError(f"jobs={jobs}: under torchrun all ranks train one arm at a time")
@@ -88,11 +91,13 @@ def run_plan(
 
 def _run(
     plan: Plan, store: Store, places: list, *, corpus, max_minutes: float | None, last_start: float | None,
-    keep_weights: bool, again: bool, progress: bool,
+    keep_weights: bool, again: bool, monitoring: Monitoring, progress: bool,
 ) -> Summary:  # fmt: skip
     ranks = distributed.here()
     started = time.monotonic()
     device = places[0][0]
+    for config in plan.arms:
+        monitoring.check(config.steps)
     if again:
         moved = [to for config in plan.arms if (to := store.set_aside(config, device))] if ranks.rank == 0 else []
         if moved and progress:
@@ -134,7 +139,8 @@ def _run(
             return minutes is not None and time.monotonic() > started + 60 * minutes
 
         with bar, stop_on_signal() as interrupted:
-            pool = Pool(plan.scale, store, places, corpus, summary, bar, lambda: passed(last_start), keep_weights)
+            pool = Pool(plan.scale, store, places, corpus, summary, bar, lambda: passed(last_start), keep_weights,
+                        monitoring)  # fmt: skip
             pool.run(missing, lambda: interrupted.is_set() or passed(max_minutes))
     summary.seconds = time.monotonic() - started
     return summary

@@ -4,6 +4,7 @@
                                      evaluations, windows.parquet
     runs/checkpoints/<scale>/<run id>/   of a run that goes on, with its lock
     runs/weights/<scale>/<run id>/   what was trained, where it was asked for
+    runs/logs/<scale>/<run id>/   the log of a run, its traces, its event files
     runs/replaced/<scale>/<run id>-1/, ...   records of arms that were then run anew
 
 The key is the SHA-256 of configuration, device type, GEMM paths and SEMANTICS_VERSION, so a record is found
@@ -171,6 +172,10 @@ class Store:
     def weights_dir(self, config: TrainConfig, device: torch.device | str | None = None) -> Path:
         """Where `mxfp4 train --keep-weights` leaves what was trained."""
         return self.root / "weights" / safe_scale(config.scale) / self.run_id(config, device)
+
+    def log_dir(self, config: TrainConfig, device: torch.device | str | None = None) -> Path:
+        """Where a run is logged (`training.monitoring`)."""
+        return self.root / "logs" / safe_scale(config.scale) / self.run_id(config, device)
 
     def get(self, config: TrainConfig, device: torch.device | str | None = None) -> Record | None:
         """The whole record of this arm, or None; of a GPU where there is none, whichever way its products went."""
