@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import uuid
 
 import torch
 from tqdm import tqdm
@@ -33,6 +34,9 @@ from mxfp4.training.config import TrainConfig
 from mxfp4.training.execution import distributed
 from mxfp4.training.monitoring.monitor import Monitoring
 from mxfp4.training.protocols import TokenSource
+
+SHARED_SECONDS = 10.0
+"""A file that another node made becomes visible within this time."""
 
 __all__ = ["Summary", "arm_name", "run_plan", "train_arm"]
 
@@ -76,6 +80,7 @@ def run_plan(
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         with distributed.joined(device) as ranks:
+            _check_shared(store, ranks)
             return _run(plan, store, [(device,)], **options, progress=progress and ranks.rank == 0)
     jobs = plan.scale.jobs if jobs is None else jobs
     if jobs < 1:
@@ -144,6 +149,28 @@ def _run(
             pool.run(missing, lambda: interrupted.is_set() or passed(max_minutes))
     summary.seconds = time.monotonic() - started
     return summary
+
+
+def _check_shared(store: Store, ranks: distributed.Ranks) -> None:
+    """UserError where ranks on other nodes do not see rank 0's folder of runs: each would write its own checkpoints."""
+    if ranks.size == int(os.environ["LOCAL_WORLD_SIZE"]):
+        return
+    mark = store.root / f".shared-{ranks.agree(uuid.uuid4().hex)}"
+    if ranks.rank == 0:
+        store.root.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    ranks.agree(None)
+    until = time.monotonic() + SHARED_SECONDS
+    while not (seen := mark.exists()) and time.monotonic() < until:
+        time.sleep(0.1)
+    blind = [rank for rank, sees in enumerate(ranks.gather(seen)) if not sees]
+    if ranks.rank == 0:
+        mark.unlink()
+    if blind:
+        raise UserError(
+            f"ranks {blind[0]} to {blind[-1]} do not see {store.root} of rank 0: all nodes must share the folder of runs; "
+            "set MXFP4_RUNS to one on a shared file system"
+        )
 
 
 def _check_room(configs: list[TrainConfig], plan: Plan, places: list[Place], ranks: distributed.Ranks) -> None:
