@@ -85,7 +85,7 @@ if reports():
 # Slurm with two nodes, which are this machine.
 PROGRAMS = {
     "scontrol": '[ "$1" = show ] && echo 127.0.0.1 || echo "$@"',
-    "srun": 'shift; for n in 0 1; do SLURM_NODEID=$n "$@" & echo $! >> {folder}/pids; done; wait',
+    "srun": 'while [[ $1 == --* ]]; do shift; done; for n in 0 1; do SLURM_NODEID=$n "$@" & echo $! >> {folder}/pids; done; wait',
     "python": 'exec {python} "${{@:1:12}}" {folder}/by_hand.py "${{@:15}}"',
 }
 

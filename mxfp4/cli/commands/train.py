@@ -58,7 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "each run has a log, runs/logs/<scale>/<run id>/train.log; without a terminal its lines also go to stderr",
     )
     watch.add_argument(
-        "--log-every", type=int, default=0, metavar="N", help="steps between two lines (default: about 500 lines a run)"
+        "--log-every", type=int, default=0, metavar="N", help="steps between two lines (default: about 100 lines a run)"
     )
     watch.add_argument("--log-to", choices=("tensorboard", "wandb"), help="also send the curves there")
     watch.add_argument(
@@ -144,7 +144,7 @@ def _monitoring(args: argparse.Namespace):
     from mxfp4.training.monitoring.profile_window import window
 
     if args.log_every < 0:
-        raise UserError(f"--log-every {args.log_every} must be 0 (about 500 lines a run) or more")
+        raise UserError(f"--log-every {args.log_every} must be 0 (about 100 lines a run) or more")
     return Monitoring(
         stderr=not args.quiet, log_every=args.log_every, log_to=args.log_to,
         profile=window(args.profile) if args.profile is not None else None,

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from mxfp4.text import count, duration
 from mxfp4.training.monitoring.sink import RunView, Sink, Speed, evaluations
 
-LINES = 500
+LINES = 100
 QUIET_SECONDS = 30.0
 FILE = "train.log"
 

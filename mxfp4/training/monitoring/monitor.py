@@ -22,7 +22,7 @@ class Monitoring:
     stderr: bool = False
     """Whether lines of the log also go to stderr, where that is no terminal."""
     log_every: int = 0
-    """Steps between two lines; 0: about 500 lines a run."""
+    """Steps between two lines; 0: about 100 lines a run."""
     log_to: str | None = None
     """tensorboard or wandb."""
     profile: Window | None = None

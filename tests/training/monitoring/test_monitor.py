@@ -95,7 +95,7 @@ def test_a_terminal_has_its_bar_alone_and_a_long_run_a_bounded_file(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stderr", terminal)
         assert line_log.LineLog("a", 10, tmp_path, stderr=True).stream is None
-    assert line_log.LineLog("a", 1_200_000, tmp_path).every == 2400
+    assert line_log.LineLog("a", 1_200_000, tmp_path).every == 12_000
 
 
 @pytest.mark.parametrize("name", writers.WRITERS)
