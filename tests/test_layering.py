@@ -21,6 +21,7 @@ FOLDERS = (
     "data",
     "training.execution",
     "training.checkpoints",
+    "training.monitoring",
     "training",
     "adapters",
     "diagnostics",

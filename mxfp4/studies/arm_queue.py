@@ -48,6 +48,7 @@ from mxfp4.training.execution.liveness import (
     offer_stacks,
     process_state,
 )
+from mxfp4.training.monitoring.monitor import Monitoring
 
 RETRY_SECONDS = 2.0  # between looks at the arms that other processes train
 STACKS_SECONDS = 0.5  # that ranks get to write their stacks
@@ -114,11 +115,15 @@ class Pool:
     def __init__(
         self, scale: Scale, store: Store, places: list[Place], corpus, summary: Summary, bar: tqdm,
         closed: Callable[[], bool], keep_weights: bool, tolerance: Tolerance = TOLERANCE,
+        monitoring: Monitoring | None = None,
     ):  # fmt: skip
         self.scale, self.store, self.places = scale, store, places
         self.corpus, self.summary, self.bar = corpus, summary, bar
         self.closed, self.keep_weights = closed, keep_weights
-        self.execution = scale.execution() | {"keep_weights": keep_weights}  # how each is trained
+        self.execution = scale.execution() | {
+            "keep_weights": keep_weights,
+            "monitoring": monitoring,
+        }  # how each is trained
         self.queue: deque[tuple[TrainConfig, int]] = deque()
         self.held: deque[tuple[TrainConfig, int]] = deque()  # by other processes, when last asked
         self.retry_at = 0.0

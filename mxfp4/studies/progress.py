@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from mxfp4.text import count
+from mxfp4.text import count, duration
 from mxfp4.training.checkpoints import checkpoint
 
 
@@ -57,13 +57,6 @@ def _progress(step: int, state: dict, saved: float) -> Progress:
         state["timed_tokens"] / seconds["timed"] if seconds["timed"] else None,
         None if pace is None else pace * (config["steps"] - step), bool(config.get("stop_at_target")), saved,
     )  # fmt: skip
-
-
-def duration(seconds: float) -> str:
-    """ "12 s", "3.5 min", "7.2 h"."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def text(p: Progress) -> str:

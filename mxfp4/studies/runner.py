@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import uuid
 from datetime import timedelta
 
 import torch
@@ -37,7 +38,11 @@ from mxfp4.studies.train_arm import arm_name, done, train_arm
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.execution import distributed
 from mxfp4.training.execution.signals import stop_on_signal
+from mxfp4.training.monitoring.monitor import Monitoring
 from mxfp4.training.protocols import TokenSource
+
+SHARED_SECONDS = 10.0
+"""A file that another node made becomes visible within this time."""
 
 __all__ = ["Summary", "arm_name", "run_plan", "train_arm"]
 
@@ -56,6 +61,7 @@ def run_plan(
     gpus: int | None = None,
     again: bool = False,
     tolerance: Tolerance = TOLERANCE,
+    monitoring: Monitoring | None = None,
 ) -> Summary:
     """Train the missing arms of `plan`, `jobs` at a time on each device (None: the scale's own number).
 
@@ -63,6 +69,7 @@ def run_plan(
     packs or opens the plan's. max_minutes: stop then, with checkpoints. last_start: begin no arm after so many minutes,
     and finish those in work. progress: a bar, where stderr is a terminal, and a line that names what is there already.
     keep_weights: leave the trained weights too, in runs/weights; an arm that has none is missing, and keeps its record.
+    monitoring: how the runs are watched; None writes each run's log and nothing else.
     again: first set the records that the plan's arms have aside, in runs/replaced, so that all are missing.
     tolerance: how long to wait for an arm that makes no progress, and how often to try again what failed (`failures`).
     Every rank of torchrun calls it; all get the summary. Raises UserError when the corpus cannot be had, there are no
@@ -72,7 +79,7 @@ def run_plan(
     if plan.scale.needs_gpu and device.type != "cuda":
         raise UserError(no_gpu(plan.scale, device.type))
     options = {"corpus": corpus, "max_minutes": max_minutes, "last_start": last_start, "keep_weights": keep_weights,
-               "again": again, "tolerance": tolerance}  # fmt: skip
+               "again": again, "tolerance": tolerance, "monitoring": monitoring or Monitoring()}  # fmt: skip
     if distributed.launched():
         if jobs is not None and jobs != 1:
             raise UserError(f"jobs={jobs}: under torchrun all ranks train one arm at a time")
@@ -82,6 +89,7 @@ def run_plan(
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         timeout, flight = timedelta(minutes=tolerance.collective_minutes), store.log_file(plan.scale.name).parent
         with distributed.joined(device, timeout=timeout, flight=flight) as ranks:
+            _check_shared(store, ranks)
             return _run(plan, store, [(device,)], **options, progress=progress and ranks.rank == 0)
     jobs = plan.scale.jobs if jobs is None else jobs
     if jobs < 1:
@@ -97,11 +105,13 @@ def run_plan(
 
 def _run(
     plan: Plan, store: Store, places: list, *, corpus, max_minutes: float | None, last_start: float | None,
-    keep_weights: bool, again: bool, tolerance: Tolerance, progress: bool,
+    keep_weights: bool, again: bool, tolerance: Tolerance, monitoring: Monitoring, progress: bool,
 ) -> Summary:  # fmt: skip
     ranks = distributed.here()
     started = time.monotonic()
     device = places[0][0]
+    for config in plan.arms:
+        monitoring.check(config.steps)
     if again:
         moved = [to for config in plan.arms if (to := store.set_aside(config, device))] if ranks.rank == 0 else []
         if moved and progress:
@@ -143,12 +153,33 @@ def _run(
             return minutes is not None and time.monotonic() > started + 60 * minutes
 
         with bar, stop_on_signal() as interrupted:
-            pool = Pool(
-                plan.scale, store, places, corpus, summary, bar, lambda: passed(last_start), keep_weights, tolerance
-            )
+            pool = Pool(plan.scale, store, places, corpus, summary, bar, lambda: passed(last_start), keep_weights,
+                        tolerance, monitoring)  # fmt: skip
             pool.run(missing, lambda: interrupted.is_set() or passed(max_minutes))
     summary.seconds = time.monotonic() - started
     return summary
+
+
+def _check_shared(store: Store, ranks: distributed.Ranks) -> None:
+    """UserError where ranks on other nodes do not see rank 0's folder of runs: each would write its own checkpoints."""
+    if ranks.size == int(os.environ["LOCAL_WORLD_SIZE"]):
+        return
+    mark = store.root / f".shared-{ranks.agree(uuid.uuid4().hex)}"
+    if ranks.rank == 0:
+        store.root.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    ranks.agree(None)
+    until = time.monotonic() + SHARED_SECONDS
+    while not (seen := mark.exists()) and time.monotonic() < until:
+        time.sleep(0.1)
+    blind = [rank for rank, sees in enumerate(ranks.gather(seen)) if not sees]
+    if ranks.rank == 0:
+        mark.unlink()
+    if blind:
+        raise UserError(
+            f"ranks {blind[0]} to {blind[-1]} do not see {store.root} of rank 0: all nodes must share the folder of runs; "
+            "set MXFP4_RUNS to one on a shared file system"
+        )
 
 
 def _check_room(configs: list[TrainConfig], plan: Plan, places: list[Place], ranks: distributed.Ranks) -> None:

@@ -4,6 +4,7 @@
                                      evaluations, windows.parquet
     runs/checkpoints/<scale>/<run id>/   of a run that goes on, with its lock
     runs/weights/<scale>/<run id>/   what was trained, where it was asked for
+    runs/logs/<scale>/<run id>/   the log of a run, its traces, its event files
     runs/replaced/<scale>/<run id>-1/, ...   records of arms that were then run anew
     runs/logs/<scale>/   failures.log of the queue; stacks and flight recorders of attempts that failed
 
@@ -191,6 +192,10 @@ class Store:
         """Where one attempt at an arm that begins now leaves stacks and flight recorders if it fails."""
         began = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
         return self.log_file(config.scale).parent / f"{self.run_id(config, device)}-{began}"
+
+    def log_dir(self, config: TrainConfig, device: torch.device | str | None = None) -> Path:
+        """Where a run is logged (`training.monitoring`)."""
+        return self.root / "logs" / safe_scale(config.scale) / self.run_id(config, device)
 
     def get(self, config: TrainConfig, device: torch.device | str | None = None) -> Record | None:
         """The whole record of this arm, or None; of a GPU where there is none, whichever way its products went."""

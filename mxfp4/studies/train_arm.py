@@ -15,6 +15,7 @@ from mxfp4.training import weights
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.execution import distributed
 from mxfp4.training.loop import train
+from mxfp4.training.monitoring.monitor import Monitor, Monitoring
 from mxfp4.training.protocols import TokenSource
 
 
@@ -41,13 +42,15 @@ def train_arm(
     on_phase: Callable[[str], None] = lambda phase: None,
     stop: Callable[[], bool] | None = None,
     keep_weights: bool = False,
+    monitoring: Monitoring | None = None,
     **execution,
 ) -> str:
     """Train one arm into the store: "finished", "diverged", "stalled", "paused", or "busy" when another process is at it.
 
     keep_weights: leave the trained weights too; an arm that has a record and no weights is trained again, and keeps its
-    record. execution: `compile`, `capture`, `recompute_every`, `checkpoint_minutes`, `arms_on_device` of `train`. On
-    several ranks all call it alike; rank 0 holds the lock and writes the record.
+    record. monitoring: how the run is watched; what that writes lies in `Store.log_dir`. execution: `compile`,
+    `capture`, `recompute_every`, `checkpoint_minutes`, `arms_on_device` of `train`. On several ranks all call it alike;
+    rank 0 holds the lock and writes the record.
     """
     device = torch.device(device) if device is not None else default_device()
     if device.index is not None:
@@ -68,10 +71,18 @@ def train_arm(
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / AGAIN).touch()
             probe = Probe() if config.probe_steps or config.light_probe_steps else None
-            result = train(
-                config, corpus=corpus, device=device, checkpoint_dir=folder, on_step=on_step, on_phase=on_phase,
-                probe=probe, progress=False, stop=stop, **execution,
-            )  # fmt: skip
+            monitor = Monitor()
+            if first and monitoring is not None:
+                where = store.log_dir(config, device)
+                monitor = monitoring.monitor(arm_name(config), config.steps, where, config.to_dict())
+            try:
+                result = train(
+                    config, corpus=corpus, device=device, checkpoint_dir=folder, on_step=on_step, on_phase=on_phase,
+                    probe=probe, progress=False, stop=stop, monitor=monitor, **execution,
+                )  # fmt: skip
+            except BaseException as error:
+                monitor.failed(error)
+                raise
             status = result.outcome["status"]
             if status == "paused":
                 return status

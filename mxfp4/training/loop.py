@@ -29,6 +29,7 @@ from mxfp4.training.checkpoints.resume import Checkpoints
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.execution import distributed
 from mxfp4.training.execution.determinism import fixed_order
+from mxfp4.training.monitoring.monitor import Monitor
 from mxfp4.training.protocols import Probe, TokenSource, TrainResult
 from mxfp4.training.run_state import Run
 
@@ -52,6 +53,7 @@ def train(
     recompute_every: int = 0,
     stop: Callable[[], bool] | None = None,
     arms_on_device: Callable[[], int] = lambda: 1,
+    monitor: Monitor | None = None,
 ) -> TrainResult:
     """Train one arm, from its checkpoint if `checkpoint_dir` holds one; on every rank of `distributed.joined` alike.
 
@@ -64,11 +66,11 @@ def train(
     number of threads they have it anyway). recompute_every: every n-th block computes its activations again in the
     backward. stop: asked after each step; True, on any rank, leaves a checkpoint and gives the outcome "paused".
     arms_on_device: how many train there now, this one included; the timings say what the seconds are to be divided by
-    for this one's part of the device's time.
+    for this one's part of the device's time. monitor: what watches the run (rank 0's alone); None is nothing.
     Raises UserError when the corpus, the checkpoint or the number of ranks does not fit the configuration, or the
     checkpoint of a pause cannot be written. Another that cannot be is a warning.
     """
-    ranks = distributed.here()
+    ranks, monitor = distributed.here(), monitor or Monitor()
     if ranks.size > 1:
         if probe is not None:
             raise UserError(f"probe_steps={config.probe_steps} look at whole tensors: allowed with one rank")
@@ -96,12 +98,15 @@ def train(
     with bar, fixed_order() if deterministic else nullcontext():
         if not run.rows:
             run.evaluate()
+        monitor.begin(run)
         while run.status is None or replay(run, checkpoints):
             branch = next((b for b in todo if b.start == run.step and b.name not in run.branched), None)
             if branch is not None:
                 run.detour(branch, on_step, stop)
             else:
+                monitor.before(run.step + 1)
                 run.advance(probe)
+                monitor.after(run)
                 bar.update(run.step - bar.n)
                 if on_step:
                     on_step(run.step)
@@ -115,11 +120,13 @@ def train(
             if checkpoints is not None and (paused or due):
                 on_phase("checkpoint")
                 run.save(checkpoints)
+                monitor.rows(run)
             if paused and run.status is None:
                 run.status = "paused"
     on_phase("ending")
     if checkpoints is not None:
         checkpoints.close(needed=run.status == "paused")
+    monitor.end(run)
     return run.result()
 
 

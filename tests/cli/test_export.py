@@ -20,6 +20,7 @@ from mxfp4.studies.scales import CPU
 from mxfp4.studies.store import Store
 from mxfp4.training import weights
 from tests.fakes import TINY, FakeCorpus
+from tests.fakes.studies import put
 
 SCALE = replace(
     CPU, model=replace(TINY, vocab_size=300), seq_len=16, batch_size=4, steps=4, eval_every=2, eval_sequences=4,
@@ -128,3 +129,16 @@ def test_train_says_where_the_weights_are(store, corpus, monkeypatch, capsys):
         wanted = f"weights (1) in {folder.parent}, for `mxfp4 export RUN FOLDER`: {folder.name}"
         assert capsys.readouterr().out.splitlines()[1:] == [wanted]
         assert (folder / "model.safetensors").is_file()
+
+
+def test_a_record_is_exported_as_an_mlperf_log(store, tmp_path, capsys):
+    (config,) = an_arm().arms
+    put(store, config)
+    (record,) = store.load()
+    command = ["export", record.run_id, str(tmp_path / "log.txt"), "--format", "mllog"]
+    assert cli.main(command) == 0
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert f"{len(lines)} lines of {record.run_id}" in capsys.readouterr().out
+    assert sum('"key": "eval_accuracy"' in line for line in lines) == record.curve["eval_loss"].notna().sum()
+    assert cli.main(command) == 1 and "is there already" in capsys.readouterr().err
+    assert cli.main(["export", "nothing", "x", "--format", "mllog"]) == 1 and "has no record" in capsys.readouterr().err

@@ -17,10 +17,10 @@ from mxfp4.analysis.study import setting
 from mxfp4.cli.commands import plan as command
 from mxfp4.errors import UserError
 from mxfp4.studies.plans import BASES, FULL, SMALL, TIERS, Plan, plan, plans_of, tier_of
-from mxfp4.studies.progress import duration
 from mxfp4.studies.runner import arm_name, run_plan, train_arm
 from mxfp4.studies.scales import CPU, SCALES
 from mxfp4.studies.store import Store
+from mxfp4.text import duration
 from tests.fakes import TINY, FakeCorpus
 from tests.fakes.studies import put
 

@@ -3,6 +3,7 @@ another number of ranks."""
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -91,7 +92,20 @@ def test_a_rank_that_is_stopped_is_noticed_and_named_and_its_arm_tried_again(tmp
     assert said.split("; tried")[0] in summary.log.read_text() and str(summary.log) in str(summary)
 
 
-# What a user of torchrun runs, but for the tiny arm.
+class StoppedAt(FakeCorpus):
+    """SIGTERM to the process that trains, at a step."""
+
+    def __init__(self, at):
+        super().__init__()
+        object.__setattr__(self, "at", at)
+
+    def batch(self, step, batch_size, seq_len, seed):
+        if step == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().batch(step, batch_size, seq_len, seed)
+
+
+# What book/_static/mxfp4.slurm runs on each node, but for the tiny arm.
 BY_HAND = """
 import sys
 sys.path.insert(0, {tests!r})
@@ -99,33 +113,52 @@ from tests.studies.test_runner_on_ranks import ALONE, CORPUS, arms
 from mxfp4.studies.store import Store
 from mxfp4.studies.runner import run_plan
 from mxfp4.training.execution.distributed import reports
+assert sys.argv[1:] == ["train", "--scale", "mi355x", "--max-minutes", "1", "--arm", "a b"], sys.argv
 summary = run_plan(arms(ALONE, steps=200_000), Store({folder!r}), device="cpu", corpus=CORPUS, progress=False)
 if reports():
     print(summary)
 """
+# Slurm with two nodes, which are this machine.
+PROGRAMS = {
+    "scontrol": '[ "$1" = show ] && echo 127.0.0.1 || echo "$@"',
+    "srun": 'while [[ $1 == --* ]]; do shift; done; for n in 0 1; do SLURM_NODEID=$n "$@" & echo $! >> {folder}/pids; done; wait',
+    "python": 'exec {python} "${{@:1:12}}" {folder}/by_hand.py "${{@:15}}"',
+}
 
 
-def test_torchrun_trains_and_sigterm_leaves_a_checkpoint_that_one_process_takes_up(tmp_path):
-    here = Path(__file__)
-    script = tmp_path / "by_hand.py"
-    script.write_text(BY_HAND.format(tests=str(here.parents[2]), folder=str(tmp_path)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(here.parents[2]), "OMP_NUM_THREADS": "1"}
+def test_two_nodes_train_and_sigterm_leaves_a_checkpoint_that_one_process_takes_up(tmp_path):
+    top = Path(__file__).parents[2]
+    (tmp_path / "by_hand.py").write_text(BY_HAND.format(tests=str(top), folder=str(tmp_path)))
+    (tmp_path / "bin").mkdir()
+    for name, text in PROGRAMS.items():
+        program = tmp_path / "bin" / name
+        program.write_text("#!/bin/bash\n" + text.format(folder=tmp_path, python=sys.executable) + "\n")
+        program.chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    slurm = {"SLURM_JOB_NODELIST": "n[0-1]", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "MASTER_PORT": str(port),
+             "SLURM_JOB_END_TIME": str(int(time.time()) + 960)}  # fmt: skip
+    environment = {**os.environ, **slurm, "PYTHONPATH": str(top), "OMP_NUM_THREADS": "1", "GPUS": "1",
+                   "PYTHON": "python", "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}  # fmt: skip
+    command = ["bash", str(top / "book" / "_static" / "mxfp4.slurm"), "--arm", "a b"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     store, deadline = Store(tmp_path), time.monotonic() + 100
     while not store.begun() and process.poll() is None and time.monotonic() < deadline:  # until its lock is there
         time.sleep(0.2)
     time.sleep(3)
-    process.send_signal(signal.SIGTERM)
+    for pid in (tmp_path / "pids").read_text().split():
+        os.kill(int(pid), signal.SIGTERM)
     said, error = process.communicate(timeout=60)
     assert "stopped with 1 paused and 0 not begun" in said, error
+    assert "requeue 7" in said
     (begun,) = store.begun()
     assert begun.step > 0 and begun.holder is None
     (folder,) = (tmp_path / "checkpoints" / "cpu").iterdir()
     summary = run_plan(
-        arms(ALONE, steps=200_000), store, device="cpu", corpus=CORPUS, progress=False, max_minutes=2 / 60
+        arms(ALONE, steps=200_000), store, device="cpu", corpus=StoppedAt(begun.step + 2), progress=False
     )
-    assert summary.paused == ["mxfp4+sr-s0"] and store.begun()[0].step > begun.step
+    assert summary.paused == ["mxfp4+sr-s0"], summary
+    assert store.begun()[0].step > begun.step
     ranks = [{p.name[:4] for p in path.glob("*.distcp")} for path in checkpoint.entries(folder)]
     assert ranks == [{"__0_"}, {"__0_", "__1_"}]
 

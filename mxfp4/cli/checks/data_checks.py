@@ -104,6 +104,15 @@ def _c4(name: str, scale: Scale, how: str, size: float) -> Check:
     text = source.describe() + (f" ({mirror})" if mirror else "")
     if missing := source.missing():
         return Check(title, "missing", f"{text}, the first {missing[0]}", _shards_there(source, scale))
+    if mirror:
+        try:
+            parts = source.parts()
+            for part in (parts[0], parts[1], parts[-1]):
+                next(part.documents())
+        except UserError as error:
+            said, _, advice = str(error).rpartition(": ")
+            return Check(title, "missing", said, advice)
+        text += f": {len(source._files())} files, the first and last shard and the validation begin with a document"
     pack = f"`mxfp4 prepare {how}` packs it, about {size / 1e9:.3g} GB"
     fewer = "" if ":" in name else f"; `make reproduce SCALE={scale.name} CORPUS=c4:768-799` takes an eighth of it"
     return Check(title, "note", f"not packed; from {text}", pack + fewer)
@@ -124,7 +133,7 @@ def _llama_tokenizer() -> Check:
     from huggingface_hub import get_token
 
     from mxfp4.data.hub import offline
-    from mxfp4.data.tokenizer import LLAMA_HOW, llama_file
+    from mxfp4.data.tokenizer import LLAMA_HOW, checked_llama, llama_file, load
 
     here = llama_file()
     if here is None:
@@ -135,7 +144,11 @@ def _llama_tokenizer() -> Check:
     path = Path(here).expanduser()
     if not (path.is_file() or (path / "tokenizer.json").is_file()):
         return Check("llama tokenizer", "missing", f"MXFP4_LLAMA_TOKENIZER={here} is no tokenizer.json", LLAMA_HOW)
-    return Check("llama tokenizer", "ok", here)
+    try:
+        size = checked_llama(load(here)).size  # which also takes texts there and back
+    except UserError as error:
+        return Check("llama tokenizer", "missing", str(error), LLAMA_HOW)
+    return Check("llama tokenizer", "ok", f"{here}: {size:,} ids, gives texts back unchanged")
 
 
 def _network(needed: list[str]) -> Check:

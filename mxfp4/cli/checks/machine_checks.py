@@ -1,8 +1,8 @@
 """What works on this machine and what does not, each "does not" with what to do about it.
 
 A check is "ok", "note" (something optional is absent) or "missing" (the scale in question needs it). Nothing is
-changed, nothing is downloaded; the only wait is for the network (`data_checks`), two seconds at most, and only where
-the scale needs it.
+changed, nothing is downloaded. It waits for the network, two seconds at most, where the scale needs it (`data_checks`),
+and on a machine with several GPUs for an all-reduce (`node_checks`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def diagnose(scale: str = "cpu", corpus: str | None = None) -> list[Check]:
     chosen = get_scale(scale)
     device = _device(scale)
     checks = [
-        *_python(), *_packages(), *device, *_rocm(scale), _compiler(), _browser(),
+        *_python(), *_packages(), *device, *_rocm(scale), *_node(chosen), _compiler(), _browser(),
         *_if_installed("data", lambda: data_checks(chosen, corpus)), _disk(),
     ]  # fmt: skip
     if device[-1].name == "path" and device[-1].status == "missing":  # which nothing can be computed without
@@ -220,6 +220,12 @@ def _rocm(scale: str) -> list[Check]:
         advice = "MI355X came with ROCm 7.0's driver, amdgpu 30.10: install that or a newer one"
         return [*checks, Check("driver", "missing", f"amdgpu {driver}, older than 6.14", advice)]
     return [*checks, Check("driver", "ok", f"amdgpu {driver}")]
+
+
+def _node(scale: Scale) -> list[Check]:
+    from mxfp4.cli.checks.node_checks import node_checks
+
+    return node_checks(scale)
 
 
 def _number(version: str) -> tuple[int, int]:

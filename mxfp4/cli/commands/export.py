@@ -1,4 +1,5 @@
-"""`mxfp4 export`: a trained model as a Hugging Face folder, for lm_eval, for serving, for further training.
+"""`mxfp4 export`: a trained model as a Hugging Face folder, for lm_eval, for serving, for further training. With
+--format mllog: a recorded run as an MLPerf log, a file of `:::MLLOG` lines.
 
 The weights of a finished run are there if it was trained with `mxfp4 train --keep-weights`; those of one that goes on
 or was stopped are in its checkpoint.
@@ -16,13 +17,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register the sub-command."""
     parser = subparsers.add_parser(
         "export",
-        help="a trained model in Hugging Face's format",
+        help="a trained model in Hugging Face's format, or a run as an MLPerf log",
         description=__doc__,
         epilog="afterwards: lm_eval --model hf --model_args pretrained=FOLDER --tasks ...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", help="a run id (the name of its record), or a folder of weights or checkpoints")
-    parser.add_argument("folder", type=Path, help="where to write; must not be there, or be empty")
+    parser.add_argument("folder", type=Path, help="where to write; must not be there, or be empty (mllog: a file)")
+    parser.add_argument(
+        "--format", choices=("huggingface", "mllog"), default="huggingface", help="default: huggingface"
+    )
     parser.add_argument("--dtype", default="float32", help="float32 or bfloat16 (default: float32)")
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json (default: that of the run's corpus)")
     parser.set_defaults(handler=run)
@@ -30,6 +34,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0; errors are UserError."""
+    if args.format == "mllog":
+        return _mllog(args.run, args.folder)
     from mxfp4.adapters.huggingface import export
     from mxfp4.training import weights
 
@@ -41,6 +47,25 @@ def run(args: argparse.Namespace) -> int:
     print(f"{where}: {found.config.recipe}, seed {found.config.seed}, {step}, {size:,.1f} MB, {args.dtype}")
     if tokenizer is None:
         print("  without a tokenizer: the corpus has none, or is not packed here; --tokenizer FILE adds one")
+    return 0
+
+
+def _mllog(run: str, file: Path) -> int:
+    """Write the MLPerf log of a recorded run. UserError without its record, or where the file is there already."""
+    from mxfp4.adapters import mllog
+    from mxfp4.studies.store import Store
+
+    records = {record.run_id: record for record in Store().load()}
+    record = records.get(Path(run).name)
+    if record is None:
+        raise UserError(f"{run} has no record, or a damaged one: `mxfp4 plan` lists what is recorded")
+    if file.exists():
+        raise UserError(f"{file} is there already: name another file")
+    about = (record.config, record.curve.to_dict("records"), record.outcome, record.timings, record.machine)
+    written = list(mllog.lines(*about, (record.folder / "record.json").stat().st_mtime))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join(written) + "\n")
+    print(f"{file}: {len(written)} lines of {record.run_id}, no MLPerf submission; times of steps are interpolated")
     return 0
 
 

@@ -126,7 +126,7 @@ def _as_json(args: argparse.Namespace, plan, status: list, study_of: dict) -> di
 
 def _print_slices(missing: list, minutes: float) -> None:
     from mxfp4.studies.plans import slices
-    from mxfp4.studies.progress import duration
+    from mxfp4.text import duration
 
     for number, arms in enumerate(slices(missing, minutes), start=1):
         known = [a.seconds for a in arms if a.seconds is not None]
@@ -145,7 +145,7 @@ def _train_command(args: argparse.Namespace) -> str:
 def _describe(arm, study=None) -> str:
     """One line on an arm; study: that of its record, which says whether a finished run stalled."""
     from mxfp4.studies.plans import BASES  # imports torch
-    from mxfp4.studies.progress import duration
+    from mxfp4.text import duration
 
     if arm.done:
         outcome = arm.record.outcome
@@ -182,7 +182,7 @@ def _summary(arms: list, device: str) -> str:
 def _cost(left: list, device: str) -> str:
     """device: what speeds were measured on."""
     from mxfp4.studies.plans import BASES
-    from mxfp4.studies.progress import duration
+    from mxfp4.text import duration
 
     known = [a for a in left if a.seconds is not None]
     parts = []

@@ -62,6 +62,17 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     add_tolerance_arguments(parser.add_argument_group("failures", "they are listed in runs/logs/<scale>/failures.log"))
     parser.add_argument("--quiet", action="store_true", help="print the summary alone")
+    watch = parser.add_argument_group(
+        "watching",
+        "each run has a log, runs/logs/<scale>/<run id>/train.log; without a terminal its lines also go to stderr",
+    )
+    watch.add_argument(
+        "--log-every", type=int, default=0, metavar="N", help="steps between two lines (default: about 100 lines a run)"
+    )
+    watch.add_argument("--log-to", choices=("tensorboard", "wandb"), help="also send the curves there")
+    watch.add_argument(
+        "--profile", metavar="START:STEPS", help="write a Chrome trace of these steps of each run, as in 200:5"
+    )
     parser.set_defaults(handler=run)
 
 
@@ -158,15 +169,39 @@ def run(args: argparse.Namespace) -> int:
     summary = run_plan(
         plan, store, jobs=args.jobs, device=args.device, max_minutes=args.max_minutes,
         last_start=args.last_start, progress=not args.quiet, keep_weights=args.keep_weights, gpus=args.gpus,
-        again=args.again, tolerance=_tolerance(args),
+        again=args.again, tolerance=_tolerance(args), monitoring=_monitoring(args),
     )  # fmt: skip
     if reports():
         print(f"{args.plan} at scale {args.scale}: {summary}")
         if args.keep_weights and (kept := _kept(plan, store, args.device)):
             print(kept)
+        for line in _logs(plan, store, args.device, summary):
+            print(line)
     if summary.failed or summary.stopped:
         return 1
     return 130 if summary.paused or summary.left else 0
+
+
+def _monitoring(args: argparse.Namespace):
+    """How the runs are watched. UserError for a value that cannot be."""
+    from mxfp4.training.monitoring.monitor import Monitoring
+    from mxfp4.training.monitoring.profile_window import window
+
+    if args.log_every < 0:
+        raise UserError(f"--log-every {args.log_every} must be 0 (about 100 lines a run) or more")
+    return Monitoring(
+        stderr=not args.quiet, log_every=args.log_every, log_to=args.log_to,
+        profile=window(args.profile) if args.profile is not None else None,
+    )  # fmt: skip
+
+
+def _logs(plan, store, device: str | None, summary) -> list[str]:
+    """A line for each failed arm that has a log: where it lies."""
+    from mxfp4.studies.train_arm import arm_name
+    from mxfp4.training.monitoring.line_log import FILE
+
+    logs = [(arm_name(c), store.log_dir(c, device) / FILE) for c in plan.arms if arm_name(c) in summary.failed]
+    return [f"log of {name}: {path}" for name, path in logs if path.is_file()]
 
 
 def _kept(plan, store, device: str | None) -> str | None:

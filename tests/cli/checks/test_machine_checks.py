@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +15,8 @@ from mxfp4.cli.commands import doctor as doctor_command
 from mxfp4.cli.commands import prepare as prepare_command
 from mxfp4.data.c4 import C4
 from mxfp4.data.packing_state import Packing
+from mxfp4.data.tokenizer import LLAMA_VOCAB
+from mxfp4.data.tokenizer import train as train_tokenizer
 from mxfp4.errors import UserError
 from mxfp4.numerics.gemm_backends import choice
 from mxfp4.studies.scales import SCALES, get_scale
@@ -111,8 +115,6 @@ def test_command_prints_json_and_exit_code(monkeypatch, capsys, healthy):
 
 
 def test_prepare_command_says_packed_then_already_there(monkeypatch, capsys, tmp_path):
-    import gzip
-
     folder = tmp_path / "c4" / "en"
     folder.mkdir(parents=True)
     tiny_c4(monkeypatch, shard=50, validation_file=50, held_out=50)
@@ -173,6 +175,8 @@ def test_shard_range_refuses(text):
 
 # Larger scales
 
+DOCUMENT = gzip.compress(b'{"text": "a document"}\n')
+
 
 BACK_ENDS = {
     "aiter": choice.Status("aiter", "not installed", "pip install amd-aiter"),
@@ -201,8 +205,10 @@ def node(monkeypatch, tmp_path):
     (tmp_path / "driver").write_text("6.14.14\n")
     (tmp_path / "c4" / "en").mkdir(parents=True)
     for file in C4()._files():
-        (tmp_path / "c4" / file).touch()
+        (tmp_path / "c4" / file).write_bytes(DOCUMENT)
     (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr("mxfp4.data.tokenizer.load", lambda path: SimpleNamespace(size=LLAMA_VOCAB))
+    monkeypatch.setattr("mxfp4.cli.checks.all_reduce.over_gpus", lambda gpus: (300.0, ""))
     monkeypatch.setenv("MXFP4_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("MXFP4_C4", str(tmp_path / "c4"))
     monkeypatch.setenv("MXFP4_LLAMA_TOKENIZER", str(tmp_path / "tokenizer.json"))
@@ -351,6 +357,29 @@ def test_tokenizer_and_mirror_that_are_not_there(node, monkeypatch, tmp_path):
     monkeypatch.setenv("MXFP4_C4", str(tmp_path / "nothing"))
     token, c4 = status("llama tokenizer", "mi355x"), status("corpus c4", "mi355x")
     assert token.status == c4.status == "missing" and "licence" in token.advice and "no folder" in c4.value
+
+
+def test_tokenizer_and_mirror_that_are_not_what_they_are_called(node, monkeypatch, tmp_path):
+    monkeypatch.undo()
+    monkeypatch.setenv("MXFP4_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("MXFP4_C4", str(tmp_path / "c4"))
+    monkeypatch.setenv("MXFP4_LLAMA_TOKENIZER", str(tmp_path / "tokenizer.json"))
+    scale = get_scale("mi355x")
+
+    def found() -> dict[str, machine_checks.Check]:
+        return {c.name: c for c in data_checks.data_checks(scale)}
+
+    assert "259 files" in found()["corpus c4"].value
+    assert found()["llama tokenizer"].status == "missing" and "is damaged" in found()["llama tokenizer"].value
+    (tmp_path / "tokenizer.json").write_bytes(train_tokenizer(["one two"], 300).to_bytes())
+    other = found()["llama tokenizer"]
+    assert other.status == "missing" and "128256 are needed" in other.value
+    last = tmp_path / "c4" / C4()._files()[-1]
+    last.write_bytes(DOCUMENT[:-12])
+    cut = found()["corpus c4"]
+    assert cut.status == "missing" and "c4-train.01023" in cut.value and "fetch it into" in cut.advice
+    last.write_bytes(gzip.compress(b""))
+    assert "holds 0 documents" in found()["corpus c4"].value
 
 
 def test_a_folder_without_rights_is_missing(monkeypatch):
