@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from mxfp4.errors import UserError
 from mxfp4.training.config import ModelConfig, TrainConfig
+from mxfp4.training.execution.choices import Execution
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,14 @@ class Scale:
     """GPUs that train one arm together (FSDP2); 0: as many of those there are as share a batch's parts evenly."""
     recompute_every: int = 0
     """Every n-th block computes its activations again in the backward; 0: none does."""
+    attention: str = "repeat"
+    """Back end of attention, see `execution.attention`."""
+    cross_entropy: str = "whole"
+    """How the loss is computed, see `execution.cross_entropy`."""
+    reshard_after_forward: bool = True
+    """Whether a block's gathered parameters are freed between its forward and its backward, on several GPUs."""
+    weights_once: bool = False
+    """Whether each weight is quantized once a step also in compiled or sharded blocks."""
 
     @property
     def needs_gpu(self) -> bool:
@@ -86,9 +95,8 @@ class Scale:
         return self.ranks_per_arm or max(n for n in range(1, max(gpus, 1) + 1) if self.micro_batches % n == 0)
 
     def execution(self) -> dict:
-        """How a step is executed, which changes no result's meaning: keywords of `train`."""
-        names = ("compile", "capture", "deterministic", "recompute_every")
-        return {name: getattr(self, name) for name in names}
+        """How a step is executed, which changes no result's meaning: the fields of `Execution`, keywords of `train`."""
+        return {f.name: getattr(self, f.name) for f in fields(Execution)}
 
     def config(self, recipe: str, seed: int, **overrides) -> TrainConfig:
         """The arm `recipe` with `seed`; overrides are fields of TrainConfig."""
@@ -228,6 +236,8 @@ MI355X = Scale(
     decay_steps=1_200_000,
     compile=True,
     ranks_per_arm=0,
+    attention="auto",
+    cross_entropy="chunked",
 )
 
 SCALES = {scale.name: scale for scale in (CPU, GPU, MI355X)}

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -28,6 +29,7 @@ from mxfp4.training.branch import branches
 from mxfp4.training.checkpoints.resume import Checkpoints
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.execution import distributed
+from mxfp4.training.execution.choices import Execution
 from mxfp4.training.execution.determinism import fixed_order
 from mxfp4.training.protocols import Probe, TokenSource, TrainResult
 from mxfp4.training.run_state import Run
@@ -45,27 +47,22 @@ def train(
     on_step: Callable[[int], None] | None = None,
     probe: Probe | None = None,
     progress: bool = True,
-    compile: bool = False,
-    capture: bool = False,
-    deterministic: bool = False,
-    recompute_every: int = 0,
     stop: Callable[[], bool] | None = None,
     arms_on_device: Callable[[], int] = lambda: 1,
+    **execution: Any,
 ) -> TrainResult:
     """Train one arm, from its checkpoint if `checkpoint_dir` holds one; on every rank of `distributed.joined` alike.
 
     corpus: None packs or opens `config.corpus`. device: None is the GPU if there is one.
     checkpoint_seconds: least time between checkpoints (0: one a step). on_step: called with the number of each
-    finished step. compile: torch.compile on each block. capture: run a step as one CUDA graph, on a single rank. A
-    model with experts runs without either. deterministic: sums in a fixed order (`determinism`; on the CPU with one
-    number of threads they have it anyway). recompute_every: every n-th block computes its activations again in the
-    backward. stop: asked after each step; True, on any rank, leaves a checkpoint and gives the outcome "paused".
+    finished step. stop: asked after each step; True, on any rank, leaves a checkpoint and gives the outcome "paused".
     arms_on_device: how many train there now, this one included; the timings say what the seconds are to be divided by
-    for this one's part of the device's time.
-    Raises UserError when the corpus, the checkpoint or the number of ranks does not fit the configuration, or a
-    checkpoint cannot be written.
+    for this one's part of the device's time. execution: the fields of `Execution`, such as compile, capture,
+    deterministic and recompute_every.
+    Raises UserError when the corpus, the checkpoint, the number of ranks or the execution does not fit the
+    configuration, or a checkpoint cannot be written.
     """
-    ranks = distributed.here()
+    ranks, chosen = distributed.here(), Execution(**execution)
     if ranks.size > 1:
         if probe is not None:
             raise UserError(f"probe_steps={config.probe_steps} look at whole tensors: allowed with one rank")
@@ -76,8 +73,8 @@ def train(
         from mxfp4.data.packing import prepare  # slow to import, and not needed for a given corpus
 
         corpus = prepare(config.corpus, config.model.vocab_size, progress=progress)
-    run = Run(config, corpus, device, ranks, arms_on_device)
-    run.prepare(compile, capture, recompute_every)
+    run = Run(config, corpus, device, ranks, arms_on_device, chosen)
+    run.prepare()
     todo = branches(config)
     checkpoints = None
     if checkpoint_dir is not None:
@@ -90,7 +87,7 @@ def train(
         unit="step",
         disable=None if progress and ranks.rank == 0 else True,
     )
-    with bar, fixed_order() if deterministic else nullcontext():
+    with bar, fixed_order() if chosen.deterministic else nullcontext():
         if not run.rows:
             run.evaluate()
         while run.status is None or replay(run, checkpoints):
