@@ -45,7 +45,7 @@ def train_arm(
     """Train one arm into the store: "finished", "diverged", "paused", or "busy" when another process is at it.
 
     keep_weights: leave the trained weights too; an arm that has a record and no weights is trained again, and keeps its
-    record. execution: `compile`, `capture`, `recompute_every`, `arms_on_device` of `train`. On several ranks all call
+    record. execution: the fields of `Execution`, and `arms_on_device` of `train`. On several ranks all call
     it alike; rank 0 holds the lock and writes the record.
     """
     device = torch.device(device) if device is not None else default_device()

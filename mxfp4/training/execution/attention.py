@@ -52,7 +52,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, backend: str = "repeat") -> Tenso
 
 @torch.compiler.disable  # its kernels are no operators that a compiler knows
 def _aiter(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    import aiter
+    import aiter  # type: ignore[import-not-found]
 
     fixed = torch.are_deterministic_algorithms_enabled()
     turned = (t.transpose(1, 2) for t in (q, k, v))  # it takes [batch, seq, heads, head_dim]
@@ -63,7 +63,7 @@ def _aiter(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def set_attention(model: nn.Module, backend: str) -> None:
     """Let every block of `model.layers` compute attention by `backend`."""
-    for block in model.layers:
+    for block in model.layers:  # type: ignore[union-attr]
         block.attention.backend = backend
 
 

@@ -115,7 +115,9 @@ def _part(compiled: bool) -> Callable:
 
 
 def _liger(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+    from liger_kernel.transformers.functional import (  # type: ignore[import-not-found]
+        liger_fused_linear_cross_entropy,
+    )
 
     return liger_fused_linear_cross_entropy(x, as_dtype(weight, x.dtype), targets, accum_dtype=torch.float32)
 
