@@ -5,9 +5,9 @@
               hidden states and of the weight; then the next chunk
     liger     the same in Triton kernels of liger-kernel, which picks its own chunks
 
-The chunked gradients are made in the forward, so the layer is multiplied three times, as without chunks. Losses of tokens
-and gradients of logits have the bits of `F.cross_entropy`. The sum of losses is taken chunk by chunk, and the weight's
-gradient is summed in FP32, not rounded to BF16 before it is added up.
+The chunked gradients are made in the forward, so the layer is multiplied three times, as without chunks. A token's loss
+has the bits of `F.cross_entropy`. The sum of losses is taken chunk by chunk, and the weight's gradient is summed in FP32,
+not rounded to BF16 before it is added up.
 
 Source: liger-kernel 0.8, `liger_fused_linear_cross_entropy`, whose plan this is.
 """
@@ -70,6 +70,7 @@ class _ChunkedLoss(torch.autograd.Function):
                     torch.mm(grad, cast, out=grad_x[rows])
                 if grad_weight is not None:
                     _add_product(grad_weight, grad, x[rows])
+                del grad  # before the next chunk makes its own
         ctx.save_for_backward(grad_x, grad_weight)
         ctx.weight_dtype = weight.dtype
         return total / len(x)
