@@ -133,7 +133,6 @@ def too_large(found: Sequence[tuple[TrainConfig, Memory]], scale: Scale, machine
         "more GPUs (--gpus)": machine.gpus and scale.spread,
         "fewer arms at a time (--jobs)": at_a_time > 1,
         "--recompute-every 1": scale.recompute_every != 1,
-        "--cross-entropy chunked": scale.cross_entropy == "whole" and bool(machine.gpus),
         "--reshard-after-forward --no-weights-once": not scale.reshard_after_forward,
     }
     use = " or ".join(way for way, helping in helps.items() if helping)
