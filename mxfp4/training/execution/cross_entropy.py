@@ -125,16 +125,21 @@ def _liger(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 @lru_cache
 def check_choice(how: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Compare liger-kernel's loss and gradients with PyTorch's on `device`; once a process. The others need no check.
+    """Compare loss and gradients with PyTorch's on `device`, hidden states in `dtype`; once a process.
 
-    Raises UserError where it is not installed, does not run there, or gives other values.
+    Raises UserError where liger-kernel is not installed, something does not run there, or gives other values.
     """
-    if how != "liger":
+    if how == "whole":
         return
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(96, 64, generator=generator, device=device).to(dtype)
-    weight = torch.randn(1000, 64, generator=generator, device=device).to(dtype)
+    weight = torch.randn(1000, 64, generator=generator, device=device).to(dtype).float()
     targets = torch.randint(1000, (96,), generator=generator, device=device)
-    exact = with_gradients(lambda x, w: F.cross_entropy(x @ w.t(), targets), (x.float(), weight.float()))
-    ours = partial(with_gradients, lambda x, w: _liger(x, w, targets), (x, weight))
-    prove("cross_entropy='liger'", "cross_entropy='chunked'", "'liger-kernel>=0.8'", ours, exact, dtype)
+    exact = with_gradients(lambda x, w: F.cross_entropy(x @ w.t(), targets), (x.float(), weight))
+
+    def tried(x: Tensor, weight: Tensor) -> Tensor:
+        return _liger(x, weight, targets) if how == "liger" else _ChunkedLoss.apply(x, weight, targets, _part(False))
+
+    instead = "cross_entropy='chunked'" if how == "liger" else "cross_entropy='whole'"
+    ours = partial(with_gradients, tried, (x, weight))
+    prove(f"cross_entropy={how!r}", instead, "'liger-kernel>=0.8'", ours, exact, dtype)
