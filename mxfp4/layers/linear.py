@@ -1,13 +1,15 @@
 """MXFP4Linear: nn.Linear whose three GEMMs take operands quantized by a recipe.
 
 Nothing quantized outlives a forward and its backward, so an optimizer step, `p.data.copy_()` or `load_state_dict()`
-is always seen. The exception is asked for: inside `weights_kept` the forwards share the quantized weights.
+is always seen. The exception is asked for: inside `weights_kept` or `weights_made` the forwards share the quantized
+weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,19 +32,24 @@ class _QuantizedLinear(torch.autograd.Function):
 
     Each of X, W and G is read once, for both GEMMs that it is an operand of; what the backward needs of X and W is kept
     quantized, in place of the originals. `seed`, 0-d int64, is all that the random numbers depend on beside the plan.
-    `weight_cache`, if given, holds what an earlier forward made of W.
+    `weight_cache`, if given, holds what an earlier forward made of W. `made`, if given, is W already quantized: `places`
+    has the places in it of Fprop's data and scale and of Dgrad's.
     """
 
     @staticmethod
     def forward(
         ctx, x: Tensor, weight: Tensor, plan: LayerPlan, seed: Tensor | None, out_dtype: torch.dtype,
-        weight_cache: dict | None,
+        weight_cache: dict | None, places: tuple[int | None, ...], *made: Tensor,
     ):  # fmt: skip
         x_fprop, x_wgrad = quantize_tensor(x, plan.x, seed)
-        w_fprop, w_dgrad = _quantize_weight(weight, plan, seed, out_dtype, weight_cache)
+        if made:
+            data, scale, data_dgrad, scale_dgrad = (None if i is None else made[i] for i in places)
+            w_fprop, w_dgrad = Quantized(data, scale), Quantized(data_dgrad, scale_dgrad)
+        else:
+            w_fprop, w_dgrad = _quantize_weight(weight, plan, seed, out_dtype, weight_cache)
         y = multiply(plan.fprop, x_fprop, w_fprop, out_dtype)
         ctx.save_for_backward(*(x_wgrad or _NOTHING), *(w_dgrad or _NOTHING), seed)
-        ctx.plan, ctx.x_dtype, ctx.w_dtype = plan, x.dtype, weight.dtype
+        ctx.plan, ctx.x_dtype, ctx.w_dtype, ctx.n_made = plan, x.dtype, weight.dtype, len(made)
         return y
 
     @staticmethod
@@ -56,10 +63,23 @@ class _QuantizedLinear(torch.autograd.Function):
         if plan.wgrad is not None:
             accumulated = ctx.w_dtype if ctx.w_dtype == torch.bfloat16 else torch.float32
             grad_w = as_dtype(multiply(plan.wgrad, g_wgrad, Quantized(x, x_scale), accumulated), ctx.w_dtype)
-        return grad_x, grad_w, None, None, None, None
+        return grad_x, grad_w, None, None, None, None, None, *(None,) * ctx.n_made
 
 
 _NOTHING = (None, None)
+
+
+class WeightMade(NamedTuple):
+    """A weight quantized before the forwards that use it."""
+
+    dtype: torch.dtype | None
+    """That those compute in."""
+    places: tuple[int | None, ...]
+    """In `tensors`, of Fprop's data and scale and of Dgrad's: a compiler takes no tensor twice, and they may share one."""
+    tensors: tuple[Tensor, ...]
+
+
+NOT_MADE = WeightMade(None, (), ())
 
 
 def _quantize_weight(weight: Tensor, plan: LayerPlan, seed: Tensor | None, out_dtype: torch.dtype, cache: dict | None):
@@ -96,6 +116,7 @@ class MXFP4Linear(nn.Linear):
         self.save = one_of("save", save, SAVES)
         self.draws_in_eval = False
         self.weight_cache: dict | None = None  # what forwards share of the quantized weight, inside `weights_kept`
+        self.weight_made: WeightMade | None = None  # that weight, made before the forwards of `weights_made`
         self._plans: tuple[Recipe, dict] | None = None
         self._configure(recipe, fqn, seed, n_layers)
 
@@ -133,7 +154,7 @@ class MXFP4Linear(nn.Linear):
 
     def __getstate__(self) -> dict:
         """What copies and pickles of the layer hold: not what `weights_kept` has the layer itself keep for a while."""
-        return {**self.__dict__, "weight_cache": None, "_plans": None}
+        return {**self.__dict__, "weight_cache": None, "weight_made": None, "_plans": None}
 
     def plan(self, device: torch.device | str | None = None, needs_grad: tuple[bool, bool] = (True, True)) -> LayerPlan:
         """What the layer's GEMMs do to their operands on `device` (None: the weight's), where X and W need a gradient or
@@ -171,7 +192,8 @@ class MXFP4Linear(nn.Linear):
         if plan.is_random:
             draws = self.training or self.draws_in_eval
             seed = self.draws.next(weight.device) if draws else self.draws.in_evaluation(weight.device)
-        y = _QuantizedLinear.apply(flat, weight, plan, seed, out_dtype, self.weight_cache)
+        made = self.weight_made if self.weight_made is not None and self.weight_made.dtype == out_dtype else NOT_MADE
+        y = _QuantizedLinear.apply(flat, weight, plan, seed, out_dtype, self.weight_cache, made.places, *made.tensors)
         if padded != tokens:
             y = y[:tokens]
         if x.ndim != 2:
@@ -203,8 +225,7 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
     For layers that draw no random numbers for their weights; others draw new ones at every forward, as outside. The
     results are the same. A changed weight is seen (an optimizer's step, load_state_dict, any operation in place), but
     for one written through `.data` inside, whose version PyTorch does not count; nothing is kept after leaving. Costs
-    the quantized weights' memory; not for compiled layers, nor for FSDP, where it would keep every layer whole on each
-    rank.
+    the quantized weights' memory. For compiled layers and FSDP there is `weights_made`.
     """
     layers = [m for m in model.modules() if isinstance(m, MXFP4Linear) and m.keepable]
 
@@ -220,3 +241,53 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
         hook.remove()
         for layer in layers:
             layer.weight_cache = None
+
+
+@contextmanager
+def weights_made(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Quantize each weight before the forwards inside, for all of them: `weights_kept` for compiled blocks and for FSDP2
+    that keeps gathered parameters (`reshard_after_forward=False`).
+
+    dtype: that the forwards compute in, autocast's; None: each weight's. For the same layers as `weights_kept`, with the
+    same results. Once a weight changes (an optimizer's step; any operation in place on it or on this rank's part of
+    it, seen at the model's next forward), no layer uses what was made. Costs the quantized weights' memory, and under
+    FSDP2 every parameter gathered from here on.
+    """
+    layers = [m for m in model.modules() if isinstance(m, MXFP4Linear) and m.keepable]
+    versions = [_version(layer.weight) for layer in layers]  # sharded: the gathered copies have one of their own
+    sources = [layer.weight for layer in layers]
+
+    def forget(*_) -> None:
+        for layer in layers:
+            layer.weight_made = None
+
+    def look(*_) -> None:
+        if any(_version(source) != version for source, version in zip(sources, versions, strict=True)):
+            forget()
+
+    for module in model.modules():
+        if hasattr(module, "unshard"):  # of FSDP2
+            module.unshard()
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight_made = _made(layer, dtype or layer.weight.dtype)
+    hooks = [register_optimizer_step_post_hook(forget), model.register_forward_pre_hook(look)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        forget()
+
+
+def _version(weight: Tensor) -> int:
+    """How often a tensor, or this rank's part of a DTensor, was written in place."""
+    return getattr(weight, "_local_tensor", weight)._version
+
+
+def _made(layer: MXFP4Linear, dtype: torch.dtype) -> WeightMade:
+    """A layer's weight as its forward in `dtype` and the backward read it."""
+    made = [t for one in quantize_tensor(as_dtype(layer.weight, dtype), layer.plan().w, None) for t in one]
+    tensors = tuple({id(t): t for t in made if t is not None}.values())
+    of = {id(t): i for i, t in enumerate(tensors)}
+    return WeightMade(dtype, tuple(of.get(id(t)) for t in made), tensors)

@@ -120,10 +120,9 @@ class Pool:
         self.scale, self.store, self.places = scale, store, places
         self.corpus, self.summary, self.bar = corpus, summary, bar
         self.closed, self.keep_weights = closed, keep_weights
-        self.execution = scale.execution() | {
-            "keep_weights": keep_weights,
-            "monitoring": monitoring,
-        }  # how each is trained
+        self.execution = scale.execution() | {  # how each is trained
+            "checkpoint_minutes": scale.checkpoint_minutes, "keep_weights": keep_weights, "monitoring": monitoring,
+        }  # fmt: skip
         self.queue: deque[tuple[TrainConfig, int]] = deque()
         self.held: deque[tuple[TrainConfig, int]] = deque()  # by other processes, when last asked
         self.retry_at = 0.0

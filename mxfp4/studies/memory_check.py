@@ -21,6 +21,7 @@ from mxfp4.numerics.gemm_backends.choice import matmul_path
 from mxfp4.numerics.native import PATHS, fp8_path
 from mxfp4.studies.scales import Scale
 from mxfp4.training.config import TrainConfig
+from mxfp4.training.execution.choices import Execution
 from mxfp4.training.memory import Memory, estimate
 
 GB = 1e9
@@ -88,16 +89,19 @@ def memories(
     configs: Iterable[TrainConfig], scale: Scale, machine: Machine, ranks: int
 ) -> list[tuple[TrainConfig, Memory]]:
     """The estimate for each recipe and model in `configs`, trained as `scale` says on so many ranks, the largest first.
-    UserError where its batch cannot be dealt to them."""
+    UserError where its batch cannot be dealt to them, or `scale` cannot be executed on them."""
+    Execution(**scale.execution()).check_ranks(ranks)
     device = "cuda" if machine.gpus else "cpu"
     captured = scale.capture and device == "cuda" and ranks == 1
     found = {}
     for config in configs:
-        sizes = config.seq_len, config.batch_size, config.micro_batches, config.eval_sequences
+        sizes = config.seq_len, config.batch_size, config.micro_batches, config.eval_sequences, config.reduce_dtype
         if (kind := (config.recipe, config.model, sizes)) not in found:
             e = estimate(
                 config, ranks=ranks, device=device, compiled=scale.compile, recompute_every=scale.recompute_every,
                 captured=captured, native=machine.path == "native", fp8=machine.fp8_path == "native",
+                attention=scale.attention, cross_entropy=scale.cross_entropy,
+                reshard_after_forward=scale.reshard_after_forward, weights_once=scale.weights_once,
             )  # fmt: skip
             found[kind] = config, e
     return sorted(found.values(), key=lambda pair: -pair[1].peak)
@@ -131,6 +135,7 @@ def too_large(found: Sequence[tuple[TrainConfig, Memory]], scale: Scale, machine
         "more GPUs (--gpus)": machine.gpus and scale.spread,
         "fewer arms at a time (--jobs)": at_a_time > 1,
         "--recompute-every 1": scale.recompute_every != 1,
+        "--reshard-after-forward --no-weights-once": not scale.reshard_after_forward,
     }
     use = " or ".join(way for way, helping in helps.items() if helping)
     line = (

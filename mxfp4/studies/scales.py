@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from mxfp4.errors import UserError
 from mxfp4.training.config import ModelConfig, TrainConfig
+from mxfp4.training.execution.choices import Execution
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,14 @@ class Scale:
     """Every n-th block computes its activations again in the backward; 0: none does."""
     checkpoint_minutes: float = 1.0
     """Least time between two checkpoints of an arm, unless saving then takes more than 2% of the time (`resume`)."""
+    attention: str = "repeat"
+    """Back end of attention, see `execution.attention`."""
+    cross_entropy: str = "whole"
+    """How the loss is computed, see `execution.cross_entropy`."""
+    reshard_after_forward: bool = True
+    """Whether a block's gathered parameters are freed between its forward and its backward, on several GPUs."""
+    weights_once: bool = False
+    """Whether each weight is quantized once a step also in compiled or sharded blocks."""
 
     @property
     def needs_gpu(self) -> bool:
@@ -94,9 +103,8 @@ class Scale:
         return self.ranks_per_arm or max(n for n in range(1, max(gpus, 1) + 1) if self.micro_batches % n == 0)
 
     def execution(self) -> dict:
-        """How a step is executed, which changes no result's meaning: keywords of `train`."""
-        names = ("compile", "capture", "deterministic", "recompute_every", "checkpoint_minutes")
-        return {name: getattr(self, name) for name in names}
+        """How a step is executed, which changes no result's meaning: the fields of `Execution`, keywords of `train`."""
+        return {f.name: getattr(self, f.name) for f in fields(Execution)}
 
     def config(self, recipe: str, seed: int, **overrides) -> TrainConfig:
         """The arm `recipe` with `seed`; overrides are fields of TrainConfig."""
@@ -241,6 +249,8 @@ MI355X = Scale(
     compile=True,
     ranks_per_arm=0,
     checkpoint_minutes=20.0,  # of 96 GB each: a kill costs 10 minutes on average, a disk of 100 MB/s can follow
+    attention="auto",
+    cross_entropy="chunked",
 )
 
 SCALES = {scale.name: scale for scale in (CPU, GPU, MI355X)}

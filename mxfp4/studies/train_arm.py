@@ -48,9 +48,9 @@ def train_arm(
     """Train one arm into the store: "finished", "diverged", "stalled", "paused", or "busy" when another process is at it.
 
     keep_weights: leave the trained weights too; an arm that has a record and no weights is trained again, and keeps its
-    record. monitoring: how the run is watched; what that writes lies in `Store.log_dir`. execution: `compile`,
-    `capture`, `recompute_every`, `checkpoint_minutes`, `arms_on_device` of `train`. On several ranks all call it alike;
-    rank 0 holds the lock and writes the record.
+    record. monitoring: how the run is watched; what that writes lies in `Store.log_dir`. execution: the fields of
+    `Execution`, and `checkpoint_minutes` and `arms_on_device` of `train`. On several ranks all call it alike; rank 0 holds
+    the lock and writes the record.
     """
     device = torch.device(device) if device is not None else default_device()
     if device.index is not None:

@@ -7,17 +7,24 @@ import torch
 from mxfp4.layers.convert import convert
 from mxfp4.layers.recipe import Recipe
 from mxfp4.training.config import TrainConfig
+from mxfp4.training.execution.attention import set_attention
+from mxfp4.training.execution.choices import PLAIN, Execution
 from mxfp4.training.execution.distributed import Ranks
 from mxfp4.training.model import Llama, build_model
 
 
-def initial_model(config: TrainConfig, device: torch.device, ranks: Ranks) -> Llama:
+def initial_model(
+    config: TrainConfig, device: torch.device, ranks: Ranks, execution: Execution = PLAIN
+) -> Llama:  # fmt: skip
     """The converted model with its initial weights, spread over the ranks where there are several."""
     if ranks.size == 1:
         return convert(build_model(config.model, config.seed, device), config.recipe, seed=config.seed)
     with torch.device("meta"):
         model = convert(Llama(config.model), config.recipe, seed=config.seed)
-    return ranks.shard(model, device).init_weights(config.seed)
+    sharded = ranks.shard(
+        model, device, reduce_dtype=config.reduce_dtype, reshard_after_forward=execution.reshard_after_forward
+    )
+    return sharded.init_weights(config.seed)
 
 
 def in_recipe(model: Llama, config: TrainConfig, name: str | Recipe) -> Llama:
@@ -26,4 +33,5 @@ def in_recipe(model: Llama, config: TrainConfig, name: str | Recipe) -> Llama:
     for full_name, parameter in model.named_parameters():
         parent, _, own = full_name.rpartition(".")
         setattr(twin.get_submodule(parent), own, parameter)
+    set_attention(twin, model.layers[0].attention.backend)
     return twin

@@ -84,6 +84,7 @@ class ModelConfig:
 
 TUPLES = ("probe_steps", "light_probe_steps", "short_budgets", "decay_recipes", "eval_forwards", "final_forwards")
 """Fields of TrainConfig that hold several values: lists in JSON."""
+REDUCE_DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,8 @@ class TrainConfig:
     """Nats a token that count as an improvement."""
     stall_above: float = 0.0
     """Loss, nats a token, above which alone a run can be stalled."""
+    reduce_dtype: str = "float32"
+    """Dtype in which gradients are summed over several GPUs, one of REDUCE_DTYPES; MLPerf's reference has bfloat16."""
 
     def __post_init__(self):
         for name in TUPLES:
@@ -208,6 +211,8 @@ class TrainConfig:
                 raise UserError(
                     f"short_budgets={budget} must lie below steps={self.steps}, and its decay after warmup={self.warmup}"
                 )
+        if self.reduce_dtype not in REDUCE_DTYPES:
+            raise UserError(f"reduce_dtype={self.reduce_dtype!r} must be one of {', '.join(REDUCE_DTYPES)}")
         if self.final_forwards and not self.eval_forwards:
             raise UserError("final_forwards need eval_forwards")
         if 0 < self.final_eval_sequences < self.eval_sequences:

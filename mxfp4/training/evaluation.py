@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mxfp4.training.execution import cross_entropy
 from mxfp4.training.execution.distributed import ALONE, Ranks
 
 
@@ -46,10 +47,23 @@ def fused_token_loss(model: nn.Module, windows: Tensor) -> Tensor:
 
 @lru_cache
 def _fused_cross_entropy() -> Callable[[Tensor, Tensor], Tensor]:
-    def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
-    return torch.compile(cross_entropy, dynamic=False)
+    return torch.compile(loss_of, dynamic=False)
+
+
+def chunked_token_loss(model: nn.Module, windows: Tensor, how: str = "chunked", compiled: bool = False) -> Tensor:
+    """`token_loss` without all logits in memory at once; see `cross_entropy.mean_loss`."""
+    head = partial(cross_entropy.mean_loss, targets=windows[:, 1:], how=how, compiled=compiled)
+    with compute_context(windows.device):
+        return model(windows[:, :-1], head)
+
+
+def chunked_token_losses(model: nn.Module, windows: Tensor) -> Tensor:
+    """`token_losses` without all logits in memory at once; without gradients."""
+    with compute_context(windows.device):
+        return model(windows[:, :-1], partial(cross_entropy.token_losses, targets=windows[:, 1:]))
 
 
 def token_losses(model: nn.Module, windows: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -28,6 +29,7 @@ from mxfp4.training.branch import branches
 from mxfp4.training.checkpoints.resume import Checkpoints
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.execution import distributed
+from mxfp4.training.execution.choices import Execution
 from mxfp4.training.execution.determinism import fixed_order
 from mxfp4.training.monitoring.monitor import Monitor
 from mxfp4.training.protocols import Probe, TokenSource, TrainResult
@@ -47,30 +49,25 @@ def train(
     on_phase: Callable[[str], None] = lambda phase: None,
     probe: Probe | None = None,
     progress: bool = True,
-    compile: bool = False,
-    capture: bool = False,
-    deterministic: bool = False,
-    recompute_every: int = 0,
     stop: Callable[[], bool] | None = None,
     arms_on_device: Callable[[], int] = lambda: 1,
     monitor: Monitor | None = None,
+    **execution: Any,
 ) -> TrainResult:
     """Train one arm, from its checkpoint if `checkpoint_dir` holds one; on every rank of `distributed.joined` alike.
 
     corpus: None packs or opens `config.corpus`. device: None is the GPU if there is one.
     checkpoint_minutes: least time between checkpoints (0: one a step); saving takes 2% of the time at most, so a large
     model on a slow host is saved less often. on_step: called with the number of each finished step. on_phase: called
-    with one of `liveness.PHASES` before whatever else takes long: a checkpoint, the end. compile: torch.compile on each
-    block. capture: run a step as one CUDA graph, on a single rank. A
-    model with experts runs without either. deterministic: sums in a fixed order (`determinism`; on the CPU with one
-    number of threads they have it anyway). recompute_every: every n-th block computes its activations again in the
-    backward. stop: asked after each step; True, on any rank, leaves a checkpoint and gives the outcome "paused".
-    arms_on_device: how many train there now, this one included; the timings say what the seconds are to be divided by
-    for this one's part of the device's time. monitor: what watches the run (rank 0's alone); None is nothing.
-    Raises UserError when the corpus, the checkpoint or the number of ranks does not fit the configuration, or the
-    checkpoint of a pause cannot be written. Another that cannot be is a warning.
+    with one of `liveness.PHASES` before whatever else takes long: a checkpoint, the end. stop: asked after each step;
+    True, on any rank, leaves a checkpoint and gives the outcome "paused". arms_on_device: how many train there now, this
+    one included; the timings say what the seconds are to be divided by for this one's part of the device's time.
+    monitor: what watches the run (rank 0's alone); None is nothing. execution: the fields of `Execution`, such as
+    compile, capture, deterministic and recompute_every.
+    Raises UserError when the corpus, the checkpoint, the number of ranks or the execution does not fit the
+    configuration, or the checkpoint of a pause cannot be written. Another that cannot be is a warning.
     """
-    ranks, monitor = distributed.here(), monitor or Monitor()
+    ranks, monitor, chosen = distributed.here(), monitor or Monitor(), Execution(**execution)
     if ranks.size > 1:
         if probe is not None:
             raise UserError(f"probe_steps={config.probe_steps} look at whole tensors: allowed with one rank")
@@ -81,8 +78,8 @@ def train(
         from mxfp4.data.packing import prepare  # slow to import, and not needed for a given corpus
 
         corpus = prepare(config.corpus, config.model.vocab_size, progress=progress)
-    run = Run(config, corpus, device, ranks, arms_on_device)
-    run.prepare(compile, capture, recompute_every)
+    run = Run(config, corpus, device, ranks, arms_on_device, chosen)
+    run.prepare()
     todo = branches(config)
     checkpoints = None
     if checkpoint_dir is not None:
@@ -95,7 +92,7 @@ def train(
         unit="step",
         disable=None if progress and ranks.rank == 0 else True,
     )
-    with bar, fixed_order() if deterministic else nullcontext():
+    with bar, fixed_order() if chosen.deterministic else nullcontext():
         if not run.rows:
             run.evaluate()
         monitor.begin(run)

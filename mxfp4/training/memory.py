@@ -9,14 +9,15 @@ micro-batch, D width, F feed-forward width (of all experts that a token visits),
 value in the compute type (2: BF16 on a GPU, 4: FP32 on the CPU).
 
 What a block keeps for its backward is read off the model (`training/model.py`, `training/gemms.py`): each RMSNorm its
-input and its result in FP32; attention q, repeated k and v, its output and one FP32 a head; the feed-forward both
+input and its result in FP32; attention q, k and v (copied for each query head where the back end takes no shared
+ones), its output and one FP32 a head; the feed-forward both
 projections and the SiLU; each linear layer its X and its W as Wgrad and Dgrad will read them, which the emulated paths
 hold dequantized in b bytes a value, the native ones packed (MXFP4: 17/32 bytes, FP8: 1). A compiled block recomputes
 what is cheap, and quantizes an input that several layers share once where the recipe draws no random numbers; a
 recomputed block keeps its input alone.
 
 Over several ranks (FSDP2): parameters are gathered in FP32, the root's for the whole step, two blocks at a time (one
-in work, one on its way); gradients are summed over the ranks once a step, so until its last part a rank holds all of
+in work, one on its way; all of them without `reshard_after_forward`); gradients are summed over the ranks once a step, so until its last part a rank holds all of
 them. The estimate of a step's blocks is then an upper bound, as how far transfers overlap is not known.
 """
 
@@ -35,7 +36,9 @@ from mxfp4.layers.plan import takes_packed
 from mxfp4.layers.recipe import Gemm, Operand
 from mxfp4.numerics.formats import BLOCK, elem_format
 from mxfp4.training.config import TrainConfig
-from mxfp4.training.execution.recompute import check_every
+from mxfp4.training.execution.attention import COPIES
+from mxfp4.training.execution.choices import Execution
+from mxfp4.training.execution.cross_entropy import CHUNK
 from mxfp4.training.model import Block, Llama
 
 WORKSPACE = 64 * 2**20
@@ -126,36 +129,45 @@ def estimate(
     captured: bool = False,
     native: bool = False,
     fp8: bool = False,
+    attention: str = "repeat",
+    cross_entropy: str = "whole",
+    reshard_after_forward: bool = True,
+    weights_once: bool = False,
 ) -> Memory:
     """Memory of a rank that trains `config`, its parameters sharded over `ranks` (FSDP2, each block and the root).
 
     device: "cuda" (BF16 over FP32 weights) or "cpu" (FP32). compiled: torch.compile on each block.
     recompute_every: activation checkpointing of every n-th block, the first one included; 0: none. captured: a step is
     one CUDA graph. native: the chip multiplies packed operands, so they are kept packed; fp8: those in FP8 with a scale
-    a tensor, if no others (`numerics/path.py`). Raises UserError when the batch cannot be dealt to the ranks, and for
+    a tensor, if no others (`numerics/path.py`). attention, cross_entropy, reshard_after_forward, weights_once: see
+    `Execution`; liger-kernel's own chunks are taken for as large as CHUNK. Raises UserError when the batch cannot be dealt to the ranks, and for
     recompute_every < 0.
     """
-    check_every(recompute_every)
     with torch.device("meta"):
         model = convert(Llama(config.model), config.recipe, seed=config.seed)
     b = 2 if device == "cuda" else 4
     if config.model.n_experts:  # the loop does neither with experts
         compiled = captured = False
-    return _Step(config, model, ranks, b, compiled, recompute_every, (native, native or fp8)).memory(captured)
+    chosen = Execution(
+        compiled, captured, recompute_every=recompute_every, attention=attention, cross_entropy=cross_entropy,
+        reshard_after_forward=reshard_after_forward, weights_once=weights_once,
+    )  # fmt: skip
+    return _Step(config, model, ranks, b, chosen, (native, native or fp8)).memory()
 
 
 class _Step:
     """The sizes of one step."""
 
     def __init__(
-        self, config: TrainConfig, model: Llama, ranks: int, b: int, compiled: bool, every: int,
-        native: tuple[bool, bool],
-    ):  # fmt: skip
-        m = config.model
+        self, config: TrainConfig, model: Llama, ranks: int, b: int, chosen: Execution, native: tuple[bool, bool]
+    ):
+        m, every = config.model, chosen.recompute_every
         self.config, self.model, self.ranks, self.b = config, model, ranks, b
-        self.compiled, self.native = compiled, native
+        self.chosen, self.compiled, self.native = chosen, chosen.compile, native
         self.recomputed = [every > 0 and i % every == 0 for i in range(m.n_layers)]
         self.sharded = ranks > 1
+        self.keeps_gathered = self.sharded and not chosen.reshard_after_forward
+        self.kv = m.n_heads if chosen.attention in COPIES else m.n_kv_heads
         sequences, self.parts = local_batch(config, ranks)
         self.t = sequences * config.seq_len
         self.d, self.v, self.h = m.dim, m.vocab_size, m.n_heads
@@ -167,8 +179,8 @@ class _Step:
         self.r = self.whole - self.p * m.n_layers
         self.blocks = [self._block(block) for block in model.layers]
 
-    def memory(self, captured: bool) -> Memory:
-        return Memory(self._always(), tuple(self._moments()), tuple(self.blocks[-1]), captured)
+    def memory(self) -> Memory:
+        return Memory(self._always(), tuple(self._moments()), tuple(self.blocks[-1]), self.chosen.capture)
 
     def _always(self) -> Moment:
         config, s = self.config, self.shards
@@ -182,14 +194,15 @@ class _Step:
         ))  # fmt: skip
 
     def _moments(self) -> list[Moment]:
-        t, d, v, b = self.t, self.d, self.v, self.b
-        tv, vd = t * v, v * d
+        t, d, b = self.t, self.d, self.b
+        vd = self.v * d
         grads = Term("gradients, FP32", "4 P/N", 4 * self.shards)
         kept, root, work, gathered = self._kept(), self._root(), self._work(), self._gathered()
         # Gradients of the parts before this one; ranks sum them once a step, and until then hold them whole.
         before = []
         if self.parts > 1:
-            before = [Term("gradients of the parts before, whole, FP32", "4 P", 4 * self.whole)]
+            size, name = (2, "BF16") if self.sharded and self.config.reduce_dtype == "bfloat16" else (4, "FP32")
+            before = [Term(f"gradients of the parts before, whole, {name}", f"{size} P", size * self.whole)]
         first = [] if before else [Term("gradient of the head, FP32", "4 V D", 4 * vd)]
         again = [block for block, r in zip(self.blocks, self.recomputed, strict=True) if r]
         top = again[-1] if again else []  # what the last of them keeps while it is in work
@@ -200,9 +213,8 @@ class _Step:
             lower.append(Term("gradients of the root, whole", "4 r", 4 * self.r))
         elif not before:
             lower.append(Term("but for the embedding's", "-4 V D", -4 * vd))
-        logits = [Term("logits in the compute type", "b T V", b * tv)] if b == 2 else []
-        loss = (*logits, Term("logits and log-probabilities, FP32", "8 T V", 8 * tv))
-        dw = 4 if self.b == 4 else 6  # in BF16, then FP32
+        all_gathered = gathered if self.keeps_gathered else []
+        beside = (*before, *root, *all_gathered)
         end = [Term("gradient of its output", "(4 + b) T D", (4 + b) * t * d)]
         if self.sharded:
             end.append(Term("gradients of the root, whole and in reduction", "8 r", 8 * self.r))
@@ -211,14 +223,7 @@ class _Step:
         weight = Term("gradient of a weight, FP32", "4 D F", 4 * d * self.config.model.ffn_dim)
         return [
             Moment("forward, in the last block", (*before, *root, *kept, *later, *gathered, *work)),
-            Moment("forward, at the loss", (*before, *root, *kept, *later, *loss)),
-            Moment("backward, at the loss", (
-                *before, *root, *kept, *later, Term("log-probabilities and two gradients, FP32", "12 T V", 12 * tv)
-            )),
-            Moment("backward, at the head", (
-                *before, *root, *kept, *later, Term("gradient of the logits", "b T V", b * tv),
-                Term("gradient of the head", f"{dw} V D", dw * vd),
-            )),
+            *(Moment(name, (*beside, *kept, *later, *terms)) for name, terms in self._at_the_loss()),
             Moment("backward, in the last block", (
                 *before, *first, *root, kept[0], *last_later, *top, *gathered, *self._reduced(), *work, weight
             )),
@@ -227,8 +232,36 @@ class _Step:
             )),
             Moment("backward, at the embedding", (grads, *root, *all_later, *end)),
             Moment("optimizer", (grads,)),
-            Moment("evaluation, at the loss", (*root, *loss)),
+            Moment("evaluation, at the loss", (*root, *all_gathered, *self._evaluated())),
         ]  # fmt: skip
+
+    def _logits(self) -> list[Term]:
+        """Logits whose losses are made: all at once, or those of a chunk."""
+        tokens, name = (self.t, "T") if self.chosen.cross_entropy == "whole" else (min(CHUNK, self.t), "C")
+        tv, b = tokens * self.v, self.b
+        logits = [Term("logits in the compute type", f"b {name} V", b * tv)] if b == 2 else []
+        return [*logits, Term("logits and log-probabilities, FP32", f"8 {name} V", 8 * tv)]
+
+    def _evaluated(self) -> list[Term]:
+        cast = [Term("head in BF16", "2 V D", 2 * self.v * self.d)] if self.b == 2 else []
+        return [*(cast if self.chosen.cross_entropy != "whole" else []), *self._logits()]
+
+    def _at_the_loss(self) -> list[tuple[str, list[Term]]]:
+        """The moments at the loss, with what is alive beside what the forward leaves."""
+        b, tv, vd = self.b, self.t * self.v, self.v * self.d
+        if self.chosen.cross_entropy == "whole":
+            dw = 4 if b == 4 else 6  # in BF16, then FP32
+            return [
+                ("forward, at the loss", self._logits()),
+                ("backward, at the loss", [Term("log-probabilities and two gradients, FP32", "12 T V", 12 * tv)]),
+                ("backward, at the head", [
+                    Term("gradient of the logits", "b T V", b * tv), Term("gradient of the head", f"{dw} V D", dw * vd)
+                ]),
+            ]  # fmt: skip
+        gradients = Term("gradients of the head, FP32, and of its X", "4 V D + b T D", 4 * vd + b * self.t * self.d)
+        copies = [Term("product that is added to it, BF16 and FP32", "6 V D", 6 * vd)]
+        liger = self.chosen.cross_entropy == "liger"
+        return [("at the loss, in chunks", [gradients, *self._logits(), *(copies if liger else [])])]
 
     def _kept(self) -> list[Term]:
         """What the forward leaves for the backward; blocks first, as one term."""
@@ -244,9 +277,10 @@ class _Step:
         return kept
 
     def _kept_weights(self, parts: bool) -> tuple[list[Term], ...]:
-        """Quantized weights that wait for the next part (`linear.weights_kept`: one rank, not compiled), beside what
-        the blocks keep anyway: in the forward, in the backward of the last block, of the first one, at the end."""
-        if self.sharded or self.compiled or not parts:
+        """Quantized weights that wait for the next part (`linear.weights_kept`: one rank, not compiled; elsewhere
+        `linear.weights_made`), beside what the blocks keep anyway: in the forward, in the backward of the last block, of
+        the first one, at the end."""
+        if not parts or ((self.sharded or self.compiled) and not self.chosen.weights_once):
             return [], [], [], []
         fprop, dgrad = zip(*(self._weights(block) for block in self.model.layers), strict=True)
         again = [d for d, r in zip(dgrad, self.recomputed, strict=True) if r]
@@ -274,16 +308,21 @@ class _Step:
         """What one block keeps for its backward, by kind."""
         t, d, f, b = self.t, self.d, self.f, self.b
         x_bytes, w_bytes = self._operands(block)
+        copied, kv = self.kv == self.h, 2 * t * d * self.kv / self.h
+        attention = Term(
+            "attention: q, k, v, output", "4 b T D + 4 T H" if copied else "2 b T (D + D H_kv / H) + 4 T H",
+            b * (2 * t * d + kv) + 4 * t * self.h,
+        )  # fmt: skip
         if self.compiled:
             terms = [
                 Term("residual stream, before and inside", "2 b T D", 2 * b * t * d),
-                Term("attention: q, k, v, output", "4 b T D + 4 T H", 4 * b * t * d + 4 * t * self.h),
+                attention,
                 Term("feed-forward: two projections", "2 b T F", 2 * b * t * f),
             ]
         else:
             terms = [
                 Term("norms, FP32", "16 T D", 16 * t * d),
-                Term("attention: q, k, v, output", "4 b T D + 4 T H", 4 * b * t * d + 4 * t * self.h),
+                attention,
                 Term("feed-forward: two projections, SiLU", "3 b T F", 3 * b * t * f),
             ]
         if self.visits > 1:
@@ -339,6 +378,9 @@ class _Step:
         return terms
 
     def _gathered(self) -> list[Term]:
+        """Gathered parameters while a block is in work."""
+        if self.keeps_gathered:
+            return [Term("all blocks gathered, FP32", "4 p L", 4 * self.p * len(self.blocks))]
         return [Term("two blocks gathered, FP32", "8 p", 8 * self.p)] if self.sharded else []
 
     def _reduced(self) -> list[Term]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mxfp4.training.config import ModelConfig
+from mxfp4.training.execution.attention import attention
 from mxfp4.training.execution.distributed import fill, here
 from mxfp4.training.execution.recompute import recomputed
 
@@ -71,15 +73,13 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, kv, bias=False)
         self.wv = nn.Linear(config.dim, kv, bias=False)
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        self.backend = "repeat"
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
         batch, seq, dim = x.shape
         q, k, v = (p(x).view(batch, seq, -1, self.config.head_dim).transpose(1, 2) for p in (self.wq, self.wk, self.wv))
         q, k = apply_rope(q, rope), apply_rope(k, rope)
-        groups = self.config.n_heads // self.config.n_kv_heads
-        if groups > 1:
-            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = attention(q, k, v, self.backend)
         return self.wo(y.transpose(1, 2).reshape(batch, seq, dim))
 
 
@@ -169,7 +169,9 @@ class Llama(nn.Module):
     def _rope(self, device=None) -> Tensor:
         return rope_tables(self.config.max_seq_len, self.config.head_dim, self.config.rope_theta, device)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, head: Callable[[Tensor, nn.Linear], Tensor] | None = None) -> Tensor:
+        """head: what is made of the last hidden states [batch, seq, dim] and the output layer in place of the logits, here
+        because FSDP frees that layer's weight outside of the model's forward."""
         seq = tokens.shape[1]
         if seq > self.config.max_seq_len:
             raise ValueError(f"sequence of {seq} tokens exceeds max_seq_len={self.config.max_seq_len}")
@@ -179,7 +181,8 @@ class Llama(nn.Module):
         rope = self.rope[:, :seq]
         for layer in self.layers:
             x = layer(x, rope)
-        return self.output(self.norm(x))
+        x = self.norm(x)
+        return self.output(x) if head is None else head(x, self.output)
 
     def balance_loss(self) -> Tensor | None:
         """Mean over layers of the last forward's load-balance loss; None for a dense model."""

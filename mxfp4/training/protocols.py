@@ -47,8 +47,8 @@ class TrainResult:
     ranks was taken up again after a value that was not finite, `replayed`: step, reason and from (a step) of each."""
     timings: dict
     """train_seconds, evaluate_seconds, tokens_per_second (None for a run too short to time); on a GPU peak_memory_bytes,
-    the largest of the ranks'; on several ranks their number, `ranks`; `recompute_every` where
-    activations were computed again. As measured on this machine."""
+    the largest of the ranks'; on several ranks their number, `ranks`; the choices
+    of `Execution` that are not the default. As measured on this machine."""
     model: Llama = field(repr=False)
     """The model as training left it."""
     evaluations: list[dict] = field(default_factory=list)

@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mxfp4.data.known_entropy import KnownEntropy
 from mxfp4.errors import UserError
-from mxfp4.layers.linear import set_step, weights_kept
+from mxfp4.layers.linear import set_step, weights_kept, weights_made
 from mxfp4.numerics.version import SEMANTICS_VERSION
 from mxfp4.training import nonfinite
 from mxfp4.training.arm_model import in_recipe, initial_model
@@ -23,10 +23,21 @@ from mxfp4.training.branch import Branch, kept
 from mxfp4.training.checkpoints.resume import Checkpoints
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.divergence import DivergenceWatch, StallRule
-from mxfp4.training.evaluation import bits_per_byte, fused_token_loss, token_loss, token_losses, window_losses
+from mxfp4.training.evaluation import (
+    bits_per_byte,
+    chunked_token_loss,
+    chunked_token_losses,
+    fused_token_loss,
+    token_loss,
+    token_losses,
+    window_losses,
+)
+from mxfp4.training.execution.attention import check_backend, set_attention
+from mxfp4.training.execution.choices import PLAIN, Execution
+from mxfp4.training.execution.cross_entropy import check_choice
 from mxfp4.training.execution.cuda_graph import CapturedStep
 from mxfp4.training.execution.distributed import Ranks, whole
-from mxfp4.training.execution.recompute import recompute_every as set_recompute
+from mxfp4.training.execution.recompute import recompute_every
 from mxfp4.training.forwards import OWN, Forwards
 from mxfp4.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from mxfp4.training.protocols import Probe, TokenSource, TrainResult
@@ -40,17 +51,22 @@ class Run:
     """A run between two steps. `status` is None while it goes on."""
 
     def __init__(
-        self, config: TrainConfig, corpus: TokenSource, device: torch.device, ranks: Ranks, arms: Callable[[], int]
-    ):
+        self, config: TrainConfig, corpus: TokenSource, device: torch.device, ranks: Ranks, arms: Callable[[], int],
+        execution: Execution = PLAIN,
+    ):  # fmt: skip
         if corpus.vocab_size != config.model.vocab_size:
             raise UserError(
                 f"the corpus has a vocabulary of {corpus.vocab_size}, the model one of {config.model.vocab_size}"
             )
         ranks.check(config.micro_batches)
+        if ranks.size == 1 and config.reduce_dtype != "float32":
+            raise UserError(f"reduce_dtype={config.reduce_dtype!r} is of a sum over several GPUs, and this run has one")
+        execution.check_ranks(ranks.size)
         if isinstance(corpus, KnownEntropy):
             corpus = corpus.on(device)  # made where it is used
         self.config, self.corpus, self.device, self.ranks, self.arms = config, corpus, device, ranks, arms
-        self.model = initial_model(config, device, ranks)
+        self.execution = execution
+        self.model = initial_model(config, device, ranks, execution)
         self.optimizer = make_optimizer(self.model, config)
         windows = corpus.eval_windows(max(config.eval_sequences, config.final_eval_sequences), config.seq_len)
         self.bytes_per_token = corpus.bytes_per_token(windows=windows)
@@ -85,18 +101,24 @@ class Run:
         self.timed_tokens = 0
         self.timed_from: tuple[float, int] | None = None  # time and step; None: what follows is not timed
 
-    def prepare(self, compile: bool, capture: bool, recompute_every: int) -> None:
-        """Choose how steps are executed: it changes speed and memory alone."""
-        self.execution = compile, capture, recompute_every
-        set_recompute(self.model, recompute_every)
-        self.recompute_every = recompute_every
-        dense = not self.config.model.n_experts  # how many tokens an expert gets changes from step to step
-        if compile and dense:
+    def prepare(self) -> None:
+        """Execute steps as `execution` says: it changes speed and memory alone. UserError where the device cannot."""
+        chosen, model = self.execution, self.config.model
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        check_backend(chosen.attention, self.device, dtype, model.n_heads, model.n_kv_heads, model.head_dim)
+        check_choice(chosen.cross_entropy, self.device, dtype)
+        set_attention(self.model, chosen.attention)
+        recompute_every(self.model, chosen.recompute_every)
+        dense = not model.n_experts  # how many tokens an expert gets changes from step to step
+        self.compiled = chosen.compile and dense
+        if self.compiled:
             for layer in self.model.layers:
                 layer.compile()
-        self.fused_loss = compile and dense and bool(self.config.eval_forwards)  # not in studies from before it
-        self.keeps_weights = self.ranks.size == 1 and not (compile and dense)
-        self.captured = capture and dense and self.ranks.size == 1
+        self.fused_loss = self.compiled and bool(self.config.eval_forwards)  # not in studies from before it
+        self.keeps_weights = self.ranks.size == 1 and not self.compiled
+        self.captured = chosen.capture and dense and self.ranks.size == 1
+        if chosen.cross_entropy != "whole":
+            self.losses_of = partial(chunked_token_losses, self.model)
         if self.captured:
             self.update, self.losses_of = CapturedStep(self._update), CapturedStep(self.losses_of)
 
@@ -154,10 +176,10 @@ class Run:
         parts = batch.chunk(self.config.micro_batches)[mine.start : mine.stop]
         total, losses = torch.zeros((), device=self.device), []
         balance = torch.full((), math.nan if not self.config.model.n_experts else 0.0, device=self.device)
-        with weights_kept(self.model) if self.keeps_weights and len(parts) > 1 else nullcontext():
+        with self._weights_of_a_step(len(parts)):
             for i, part in enumerate(parts):
-                self.ranks.last_part(self.model, i == len(parts) - 1)
-                loss = objective = (fused_token_loss if self.fused_loss else token_loss)(self.model, part)
+                self.ranks.last_part(self.model, i == len(parts) - 1, not self.execution.reshard_after_forward)
+                loss = objective = self._loss(part)
                 aux = self.model.balance_loss()
                 if aux is not None:
                     objective = loss + self.config.model.aux_loss_weight * aux
@@ -166,6 +188,20 @@ class Run:
                 total += loss.detach() / len(parts)
                 losses.append(loss.detach())
         return total, balance, losses
+
+    def _loss(self, part: Tensor) -> Tensor:
+        how = self.execution.cross_entropy
+        if how != "whole":
+            return chunked_token_loss(self.model, part, how, self.compiled)
+        return (fused_token_loss if self.fused_loss else token_loss)(self.model, part)
+
+    def _weights_of_a_step(self, parts: int) -> AbstractContextManager[None]:
+        """Inside, weights are quantized once, where this run does so and there is more than one part to share them."""
+        if parts > 1 and self.keeps_weights:
+            return weights_kept(self.model)
+        if parts > 1 and self.execution.weights_once:
+            return weights_made(self.model, torch.bfloat16 if self.device.type == "cuda" else None)
+        return nullcontext()
 
     def fetch(self) -> None:
         """Bring the pending losses to the host, in order, up to a step at which the run has diverged."""
@@ -203,7 +239,7 @@ class Run:
             if branch.recipe != self.config.recipe:
                 run.model = in_recipe(self.model, self.config, branch.recipe)
                 run.update, run.losses_of = run._update, partial(token_losses, run.model)
-                run.prepare(*self.execution)
+                run.prepare()
             run.timed_from = None
             while run.status is None:
                 run.advance(None)
@@ -245,6 +281,7 @@ class Run:
                 self.window_losses = window_losses(
                     self.model, self.eval_windows, batch_size, self.ranks, self.losses_of
                 )
+        self.ranks.free_gathered(self.model)
         loss = sum(self.window_losses) / len(self.window_losses)
         if self.step == 0:
             self.rows.append(self._row(0))
@@ -362,8 +399,7 @@ class Run:
         }
         if self.device.type == "cuda":
             timings["peak_memory_bytes"] = max(self.ranks.gather(torch.cuda.max_memory_allocated(self.device)))
-        if self.recompute_every:
-            timings["recompute_every"] = self.recompute_every
+        timings |= self.execution.recorded()
         if self.ranks.control is not None:
             timings["ranks"] = self.ranks.size
         windows = dict(self.windows)

@@ -2,13 +2,14 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from mxfp4 import convert, recipe, set_step
 from mxfp4.layers import linear
-from mxfp4.layers.linear import MXFP4Linear, weights_kept
+from mxfp4.layers.linear import MXFP4Linear, weights_kept, weights_made
 from mxfp4.training.evaluation import token_loss
 from mxfp4.training.loop import train
 from mxfp4.training.model import build_model
@@ -172,3 +173,55 @@ def test_the_loop_quantizes_a_weight_once_a_step_and_once_an_evaluation(made, mo
     plain = train(config, corpus=FakeCorpus(), device="cpu", progress=False)
     assert len(made) == layers * (2 * 4 + 2 * 3)
     assert repr(plain.curve) == repr(result.curve)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4+h16", "fp8"])
+def test_weights_made_before_serve_compiled_blocks(recipe, made, monkeypatch):
+    """Through the graph that a compiler makes; in one graph, though some operands share a scale."""
+    torch._dynamo.reset()
+    tokens = [torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    results, counts, graphs = [], [], []
+    for compiled, once in ((False, False), (True, True)):
+        model = convert(build_model(TINY, 0), recipe)
+        set_step(model, 1)
+        if compiled:
+            model.layers[0].compile(backend="eager")
+        made.clear()
+        torch._dynamo.utils.counters.clear()
+        with weights_made(model) if once else nullcontext():
+            for part in tokens:
+                token_loss(model, part).backward()
+        assert all(m.weight_made is None for m in model.modules() if isinstance(m, MXFP4Linear))
+        results.append([p.grad for p in model.parameters()])
+        counts.append(len(made))
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert graphs == [0, 1]
+    assert counts[0] == 3 * 7 and counts[1] == 7
+
+
+def test_weights_that_draw_random_numbers_are_not_made_before():
+    layer = MXFP4Linear(64, 32, bias=False, recipe="mxfp4+sr")
+    with weights_made(layer):
+        assert layer.weight_made is None
+
+
+@pytest.mark.parametrize("route", ["optimizer", "fused optimizer", "load_state_dict", "in place"])
+def test_weights_made_before_are_not_used_once_one_changes(route):
+    layer = MXFP4Linear(64, 32, bias=False, recipe="mxfp4+h16")
+    x, new = torch.randn(32, 64), torch.randn(32, 64)
+    with weights_made(layer):
+        before = layer(x)
+        routes()[route](layer, new)
+        after = layer(x)
+        assert copy.deepcopy(layer).weight_made is None
+    assert torch.equal(after, layer(x)) and not torch.equal(after, before)
+
+
+def test_weights_made_for_another_dtype_are_not_used():
+    layer = MXFP4Linear(64, 32, bias=False, recipe="mxfp4")
+    x = torch.randn(32, 64)
+    with weights_made(layer, torch.bfloat16):
+        assert torch.equal(layer(x), MXFP4Linear.from_linear(layer, "mxfp4")(x))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert layer(x).dtype == torch.bfloat16

@@ -71,7 +71,7 @@ def test_minutes_between_checkpoints_are_the_scales_or_as_asked_for(monkeypatch,
     gpus(monkeypatch, 1, 288e9)
     own, _ = trained(monkeypatch, tmp_path, capsys, "--recompute-every", "1")
     asked, _ = trained(monkeypatch, tmp_path, capsys, "--recompute-every", "1", "--checkpoint-minutes", "7.5")
-    assert [s.execution()["checkpoint_minutes"] for s in (own, asked, *SCALES.values())] == [20.0, 7.5, 1.0, 1.0, 20.0]
+    assert [s.checkpoint_minutes for s in (own, asked, *SCALES.values())] == [20.0, 7.5, 1.0, 1.0, 20.0]
     for bad in ("0", "-1", "nan", "inf"):
         said = trained(monkeypatch, tmp_path, capsys, "--checkpoint-minutes", bad)
         assert said == f"error: --checkpoint-minutes {bad} must be a positive number of minutes"

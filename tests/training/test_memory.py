@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mxfp4.errors import UserError
 from mxfp4.layers.convert import convert
+from mxfp4.training import evaluation
 from mxfp4.training.config import ModelConfig, TrainConfig
+from mxfp4.training.execution.attention import set_attention
 from mxfp4.training.execution.recompute import recompute_every
 from mxfp4.training.memory import WORKSPACE, estimate
 from mxfp4.training.model import Llama
@@ -49,6 +53,32 @@ CASES = [
 def test_peak_is_that_of_the_real_step(c, every, tolerance, monkeypatch):
     measured = peak_of_step(c, monkeypatch, prepare=recompute_all if every else lambda model: None)
     assert estimate(c, recompute_every=every).peak - WORKSPACE == pytest.approx(measured, rel=tolerance)
+
+
+def test_peak_in_chunks_and_without_copies_is_that_of_the_real_step(monkeypatch):
+    """A vocabulary and a token count that make the loss the peak, in chunks of 2048 of 4096 tokens."""
+    c, how = config(layers=2), {"attention": "auto", "cross_entropy": "chunked"}
+    monkeypatch.setattr(evaluation, "token_loss", evaluation.chunked_token_loss)
+    measured = peak_of_step(c, monkeypatch, prepare=lambda model: set_attention(model, "auto"))
+    found = estimate(c, **how)
+    assert found.worst.name == "at the loss, in chunks"
+    assert found.peak - WORKSPACE == pytest.approx(measured, rel=0.01)
+    assert found.peak < estimate(c).peak
+
+
+def test_choices_of_a_sharded_step_are_terms():
+    c = config(layers=4, seq=1024, batch=8, parts=8)
+    plain, kept = (estimate(c, ranks=4, compiled=True, native=True, **how) for how in (
+        {}, {"reshard_after_forward": False, "weights_once": True}
+    ))  # fmt: skip
+    with torch.device("meta"):
+        model = Llama(c.model)
+    weights = sum(p.numel() for p in model.layers.parameters())
+    linear = sum(p.numel() for p in model.layers.parameters() if p.ndim > 1)
+    more = kept.moments[1].bytes - plain.moments[1].bytes  # at the loss; the block's own W for Dgrad is in both
+    assert more == 4 * weights + linear * 17 / 32
+    fine, coarse = (estimate(replace(c, reduce_dtype=dtype), ranks=4).moments[1] for dtype in ("float32", "bfloat16"))
+    assert fine.bytes - coarse.bytes == 2 * c.model.n_params()
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from mxfp4.training import weights
 from mxfp4.training.checkpoints import checkpoint
 from mxfp4.training.checkpoints.durable_files import free_space
 from mxfp4.training.config import TrainConfig
-from mxfp4.training.execution.recompute import check_every
+from mxfp4.training.execution.choices import Execution
 from mxfp4.training.memory import Memory
 
 LOGGED = {"fp8": "FP8", "mxfp4+h16": "MXFP4 + H16"}
@@ -107,7 +107,7 @@ def dry_run(
     """
     if plan.scale.jobs < 1:
         raise UserError(f"jobs={plan.scale.jobs} must be at least 1")
-    check_every(plan.scale.recompute_every)
+    execution = Execution(**plan.scale.execution())
     machine = machine_for(plan.scale.name, gpus, memory_gb)
     device = "cuda" if machine.gpus else "cpu"
     status = plan.status(store, device)
@@ -115,6 +115,7 @@ def dry_run(
         status = [_for_weights(a, store, device) for a in status]
     left = [a.config for a in status if not a.done]
     ranks = plan.scale.ranks_on(machine.gpus)
+    execution.check_ranks(ranks)
     if machine.gpus:
         check(ranks, machine.gpus)
     memory = memories(left, plan.scale, machine, ranks)

@@ -14,6 +14,7 @@ from mxfp4.errors import UserError
 from mxfp4.studies.devices import idle
 from mxfp4.studies.memory_check import GB, P1_GPUS, PROCESS_BYTES, STAGED, needed
 from mxfp4.text import count
+from mxfp4.training.execution.choices import Execution
 
 
 def text(result: DryRun) -> str:
@@ -36,6 +37,7 @@ def as_json(r: DryRun) -> dict[str, Any]:
         "machine": asdict(r.machine),
         "ranks_an_arm": r.ranks,
         "arms_at_a_time": r.at_a_time,
+        "execution": {**r.plan.scale.execution(), "checkpoint_minutes": r.plan.scale.checkpoint_minutes},
         "arms": [
             {
                 "recipe": c.arm.config.recipe,
@@ -83,10 +85,19 @@ def _head(r: DryRun) -> str:
         f"{count(scale.batch_size * scale.seq_len)} tokens a step",
         f"FP4 path   {machine.path}",
         f"FP8 path   {machine.fp8_path}",
+        *([f"execution  {chosen}"] if (chosen := _execution(r)) else []),
         *([f"an arm     on {ranks} GPUs together"] if (ranks := scale.ranks_on(machine.gpus)) > 1 else []),
         *([f"unused     {unused}"] if (unused := machine.gpus and idle(scale, machine.gpus)) else []),
     ]
     return "\n".join(lines)
+
+
+def _execution(r: DryRun) -> str:
+    """The choices of `Execution` beside the default, and how gradients are reduced where that is chosen."""
+    chosen = Execution(**r.plan.scale.execution()).recorded()
+    if dtypes := {c.arm.config.reduce_dtype for c in r.costs} - {"float32"}:
+        chosen["reduce_dtype"] = ", ".join(sorted(dtypes))
+    return ", ".join(f"{name}={value}" for name, value in chosen.items())
 
 
 def _arms(r: DryRun) -> str:

@@ -1,4 +1,4 @@
-"""`mxfp4 bench kernels|step|cpu|host`: speed here, after a check of the results, with whatever rivals are installed."""
+"""`mxfp4 bench kernels|step|model|cpu|host`: speed here, after a check of the results, with whatever rivals are installed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from mxfp4.errors import UserError
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register the sub-command."""
-    parser = subparsers.add_parser("bench", help="speed of kernels, steps, the CPU path, a layer", description=__doc__)
-    parser.add_argument("what", choices=("kernels", "step", "cpu", "host"), help="kernels and step need a GPU")
+    parser = subparsers.add_parser(
+        "bench", help="speed of kernels, steps, attention and loss, the CPU path, a layer", description=__doc__
+    )
+    parser.add_argument(
+        "what", choices=("kernels", "step", "model", "cpu", "host"), help="kernels, step and model need a GPU"
+    )
     parser.add_argument(
         "--json", type=Path, metavar="FILE",
-        help="write machine and results to FILE (step: default runs/bench/step-<device>.json, which pages show)",
+        help="write machine and results to FILE (step, model: default runs/bench/<what>-<device>.json, which pages show)",
     )  # fmt: skip
     parser.add_argument("--no-rivals", action="store_true", help="leave out other packages and compiled twins")
     parser.add_argument("--recipe", action="append", help="step, host: only these recipes; may be repeated")
@@ -33,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from mxfp4.bench import cpu as bench_cpu
     from mxfp4.bench import host as bench_host
     from mxfp4.bench import kernels as bench_kernels
+    from mxfp4.bench import model as bench_model
     from mxfp4.bench import results as bench
     from mxfp4.bench import step as bench_step
 
@@ -45,6 +50,10 @@ def run(args: argparse.Namespace) -> int:
         measurements = bench_step.rows(tuple(args.recipe) if args.recipe else bench_step.RECIPES)
         if args.json is None and not args.recipe:  # some recipes alone would take the place of all
             kept = bench.kept_at("step", torch.cuda.get_device_name())
+    elif args.what == "model":
+        measurements = bench_model.rows()
+        if args.json is None:
+            kept = bench.kept_at("model", torch.cuda.get_device_name())
     elif args.what == "host":
         sizes = bench_host.Sizes(args.in_features, args.out_features, args.tokens)
         recipes, compiled = tuple(args.recipe or bench_host.RECIPES), (False,) if args.eager else (False, True)
@@ -77,6 +86,7 @@ def _line(row: dict) -> str:
         "flops_per_second": "{:.3e} FLOP/s",
         "elements_per_second": "{:.3e} /s",
         "processor_seconds": "{:.4f} s of processor",
+        "peak_bytes": "{:.3e} B at the peak",
         "time_ratio": "{:.3f} of the BF16 time",
         "memory_ratio": "{:.3f} of its memory",
     }

@@ -31,13 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="N",
         help="on so many GPUs (default: all; 0: the CPU). In a dry run those meant (8 for mi355x on a machine without)",
     )
-    parser.add_argument(
-        "--recompute-every",
-        type=int,
-        metavar="N",
-        help="compute every N-th block's activations again in the backward, for less memory, more time and the same "
-        "results (default: the scale's; 0: none)",
-    )
+    add_execution_arguments(parser)
     parser.add_argument(
         "--checkpoint-minutes",
         type=float,
@@ -111,6 +105,31 @@ def _tolerance(args: argparse.Namespace):
     return Tolerance(**{name: value for name, value in given.items() if value is not None})
 
 
+def add_execution_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that say how steps are executed, named as the fields of `Execution`."""
+    group = parser.add_argument_group("execution", "speed and memory of a step; in no run's key (default: the scale's)")
+    group.add_argument(
+        "--recompute-every", type=int, metavar="N",
+        help="compute every N-th block's activations again in the backward, for less memory and more time (0: none)",
+    )  # fmt: skip
+    group.add_argument(
+        "--attention", metavar="BACKEND",
+        help="repeat (K and V copied for each query head), auto (not copied), flash, efficient, cudnn, math, aiter",
+    )  # fmt: skip
+    group.add_argument(
+        "--cross-entropy", metavar="HOW",
+        help="whole (all logits at once), chunked (2048 tokens at a time), liger (liger-kernel)",
+    )  # fmt: skip
+    group.add_argument(
+        "--reshard-after-forward", action=argparse.BooleanOptionalAction,
+        help="several GPUs: free a block's parameters after its forward; without, they are gathered once a step",
+    )  # fmt: skip
+    group.add_argument(
+        "--weights-once", action=argparse.BooleanOptionalAction,
+        help="quantize each weight once a step, not once a micro-batch; on several GPUs with --no-reshard-after-forward",
+    )  # fmt: skip
+
+
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that pick a plan and some of its arms; `chosen_plan` reads them."""
     parser.add_argument("--scale", default="cpu", help="cpu, gpu or mi355x (default: cpu)")
@@ -126,6 +145,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--seed", action="append", type=int, metavar="S", help="these seeds instead, as with --arm")
     parser.add_argument("--corpus", help="this corpus instead, such as c4:768-895 for some shards of C4")
+    parser.add_argument(
+        "--reduce-dtype", metavar="DTYPE",
+        help="sum gradients over the GPUs in float32 (default) or bfloat16, as MLPerf's reference does; in a run's key",
+    )  # fmt: skip
 
 
 def chosen_plan(args: argparse.Namespace, name: str | None = None):
@@ -133,11 +156,12 @@ def chosen_plan(args: argparse.Namespace, name: str | None = None):
     from mxfp4.data.corpora import get_corpus
     from mxfp4.studies.plans import plan  # imports torch
 
-    overrides = {} if args.corpus is None else {"corpus": args.corpus}
+    asked = {name: getattr(args, name, None) for name in ("corpus", "reduce_dtype")}
+    overrides = {name: value for name, value in asked.items() if value is not None}
     if args.corpus not in (None, "synthetic"):
         get_corpus(args.corpus)  # refuses what is none
     chosen = plan(name or args.plan, args.scale, recipes=args.arm, seeds=args.seed, **overrides)
-    if overrides and name is None and all(a.corpus != args.corpus for a in chosen.arms):
+    if args.corpus is not None and name is None and all(a.corpus != args.corpus for a in chosen.arms):
         own = chosen.arms[0].corpus
         raise UserError(f"plan {args.plan!r} is about corpus {own!r} and has no arm on {args.corpus!r}")
     return chosen
@@ -217,19 +241,17 @@ def _kept(plan, store, device: str | None) -> str | None:
 
 def _as_asked(plan, args: argparse.Namespace):
     """The plan, executed as the options say: which changes no result and no key."""
-    from dataclasses import replace
+    from dataclasses import fields, replace
 
-    from mxfp4.training.execution.recompute import check_every
+    from mxfp4.training.execution.choices import Execution
 
-    changes = {}
-    if args.recompute_every is not None:
-        check_every(args.recompute_every)
-        changes["recompute_every"] = args.recompute_every
+    asked = {f.name: value for f in fields(Execution) if (value := getattr(args, f.name, None)) is not None}
+    Execution(**{**plan.scale.execution(), **asked})  # refuses what is none
     if args.checkpoint_minutes is not None:
         if not 0 < args.checkpoint_minutes < math.inf:
             raise UserError(f"--checkpoint-minutes {args.checkpoint_minutes:g} must be a positive number of minutes")
-        changes["checkpoint_minutes"] = args.checkpoint_minutes
-    return replace(plan, scale=replace(plan.scale, **changes))
+        asked["checkpoint_minutes"] = args.checkpoint_minutes
+    return replace(plan, scale=replace(plan.scale, **asked))
 
 
 def _dry_run(args: argparse.Namespace) -> int:

@@ -10,6 +10,8 @@
 
 Parameters are gathered in FP32 and cast to BF16 where they are used, as on one GPU. Gathering BF16 would halve the
 traffic, but norms would then see rounded weights, and weight gradients be rounded to BF16 before they are summed.
+Gradients are summed over the ranks in FP32 or, as Megatron does without `grad_reduce_in_fp32`, in BF16
+(`TrainConfig.reduce_dtype`): then FSDP2 also adds up a step's parts in BF16.
 
 Source: PyTorch, "Getting started with fully sharded data parallel (FSDP2)".
 """
@@ -93,19 +95,35 @@ class Ranks:
                 "of a batch"
             )
 
-    def shard(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """Spread `model`, on the meta device, over the ranks: parameters on `device`, not filled yet."""
+    def shard(
+        self, model: nn.Module, device: torch.device, *, reduce_dtype: str = "float32", reshard_after_forward: bool = True
+    ) -> nn.Module:  # fmt: skip
+        """Spread `model`, on the meta device, over the ranks: parameters on `device`, not filled yet.
+
+        reduce_dtype: of the gradients' sums, see the module. reshard_after_forward: of the blocks; the root, whose
+        backward comes first, never does.
+        """
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # slow to import, for one rank needless
 
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        for module in (*model.layers, model):
-            fully_shard(module, mesh=self.mesh, mp_policy=policy)
+        policy = MixedPrecisionPolicy(reduce_dtype=getattr(torch, reduce_dtype))
+        for block in model.layers:
+            fully_shard(block, mesh=self.mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        fully_shard(model, mesh=self.mesh, mp_policy=policy)
         return model.to_empty(device=device)
 
-    def last_part(self, model: nn.Module, last: bool) -> None:
-        """Say before a forward whether its gradients end the step: one sum over the ranks a step, not one a part."""
+    def last_part(self, model: nn.Module, last: bool, keep_gathered: bool = False) -> None:
+        """Say before a forward whether its gradients end the step: one sum over the ranks a step, not one a part.
+        keep_gathered: parameters stay gathered until then, so that they are gathered once a step too."""
         if self.size > 1:
             model.set_requires_gradient_sync(last)
+            model.set_reshard_after_backward(last or not keep_gathered)
+
+    def free_gathered(self, model: nn.Module) -> None:
+        """Leave of gathered parameters this rank's part alone, as after a forward without a backward."""
+        if self.size > 1:
+            for module in model.modules():
+                if hasattr(module, "reshard"):
+                    module.reshard()
 
 
 ALONE = Ranks()

@@ -55,9 +55,12 @@ def test_papers_scale_on_any_machine(tmp_path):
     assert costs["mxfp4+h16"].gpu_hours_left == pytest.approx((11213 + 31 * 1024 / 32 / 3) * 0.874 * 8 / 3600)
     assert costs["mxfp4"].gpu_hours_left is None and costs["mxfp4"].source == "unknown"
     config, memory = result.memory[0]
-    assert memory.peak == estimate(config, ranks=8, compiled=True, native=True).peak
+    assert (
+        memory.peak
+        == estimate(config, ranks=8, compiled=True, native=True, attention="auto", cross_entropy="chunked").peak
+    )
     said = text(result)
-    for part in ("1.04 ", "(MLPerf v5.1 logs (log))", "unknown: 1", "own are unknown", "12 T V", "gated"):
+    for part in ("1.04 ", "(MLPerf v5.1 logs (log))", "unknown: 1", "own are unknown", "8 C V", "gated"):
         assert part in said, part
     assert re.search(r"189\.\d+ GB  packed tokens of c4\n", said) and "nothing found that keeps it" in said
     assert said.endswith("on such a machine, which this is not")
@@ -70,8 +73,22 @@ def test_memory_that_is_too_small_is_refused_with_both_numbers(capsys):
     assert main([*arguments, "--gpus", "1", "--gpu-memory", "141"]) == 1
     last = capsys.readouterr().out.strip().splitlines()[-1]
     found = re.fullmatch(r"cannot run: memory: fp8 needs ([\d.]+) GB of each MI355X, which has 141.0 GB: .*", last)
-    one = estimate(large(["fp8"]).arms[0], compiled=True, native=True)
+    one = estimate(large(["fp8"]).arms[0], compiled=True, native=True, attention="auto", cross_entropy="chunked")
     assert float(found[1]) == pytest.approx((one.peak + one.reserve) / 1e9, abs=0.05) and float(found[1]) > 141
+
+
+def test_choices_of_execution_are_shown_and_counted_and_refused_where_they_cannot_work(capsys):
+    arguments = ["train", "--dry-run", "--scale", "mi355x", "--arm", "fp8", "--reduce-dtype", "bfloat16"]
+    once = ["--no-reshard-after-forward", "--weights-once", "--attention", "flash"]
+    assert main([*arguments, *once]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "execution  attention=flash, cross_entropy=chunked, reshard_after_forward=False, weights_once=True, "
+        "reduce_dtype=bfloat16\n"
+    ) in said
+    assert "all blocks gathered" in said and "quantized W, kept" in said and "parts before, whole, BF16" in said
+    assert main([*arguments, "--weights-once"]) == 1
+    assert "weights_once=True on 8 ranks needs reshard_after_forward=False" in capsys.readouterr().err
 
 
 def test_recomputation_makes_room():
@@ -226,7 +243,7 @@ def test_what_the_trainer_would_refuse_for_want_of_gpus_is_refused(tmp_path):
 
 
 def test_arms_that_share_a_group_of_gpus_share_its_memory(tmp_path):
-    one, two = (dry_run(large(["fp8"], jobs=n), Store(tmp_path), gpus=8) for n in (1, 2))
+    one, two = (dry_run(large(["fp8"], jobs=n), Store(tmp_path), gpus=8, memory_gb=200) for n in (1, 2))
     assert (one.at_a_time, two.at_a_time) == (1, 2)
     assert not one.problems and "for 2 arms at a time" in two.problems[0]
 

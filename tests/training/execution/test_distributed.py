@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from mxfp4.errors import UserError
+from mxfp4.layers import linear
+from mxfp4.training.execution import cross_entropy
 from mxfp4.training.execution.distributed import Ranks
 from mxfp4.training.loop import train
 from tests.fakes import TINY, FakeCorpus, tiny_config
-from tests.fakes.ranks import keep, launch
+from tests.fakes.ranks import full_state, keep, launch
 
 CORPUS = FakeCorpus()
 PARTS = 4
@@ -48,7 +50,8 @@ def compiled(ranks, folder):
     """Through the tracing of torch.compile alone: generated code has an arithmetic of its own."""
     honest = torch.nn.Module.compile
     torch.nn.Module.compile = lambda module: honest(module, backend="eager")
-    keep(ranks, folder / "compiled", run("compiled", compile=True))
+    options = {"reshard_after_forward": False, "weights_once": True}  # in the same graphs
+    keep(ranks, folder / "compiled", run("compiled", compile=True, **options))
     torch.nn.Module.compile = honest
     if ranks.rank == 0:
         frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -60,7 +63,36 @@ def scenario(ranks, folder):
         if name != "compiled":
             keep(ranks, folder / name, run(name))
     compiled(ranks, folder)
+    choices(ranks, folder)
     poisoned(ranks, folder)
+
+
+CHOSEN = {"attention": "auto", "cross_entropy": "chunked"}
+ONCE = {**CHOSEN, "reshard_after_forward": False, "weights_once": True}
+
+
+def choices(ranks, folder):
+    """Weights made once a step beside those made for each part; gradients summed in BF16."""
+    honest, made = linear.quantize_tensor, []
+
+    def counted(t, plan, seed):
+        made.extend(["w"] * (plan.tensor == "w"))
+        return honest(t, plan, seed)
+
+    linear.quantize_tensor, cross_entropy.CHUNK = counted, 12
+    found = {}
+    for name, options in (("each", CHOSEN), ("once", ONCE)):
+        made.clear()
+        result = run("compiled", **options)
+        found[name] = {"weights": full_state(result.model), "curve": result.curve, "made": len(made),
+                       "timings": result.timings}  # fmt: skip
+    linear.quantize_tensor = honest
+    result = train(replace(arm("compiled"), reduce_dtype="bfloat16"), corpus=CORPUS, device="cpu", progress=False)
+    found["bfloat16"] = {"weights": full_state(result.model), "curve": result.curve}
+    with pytest.raises(UserError, match="weights_once=True on 2 ranks needs reshard_after_forward=False"):
+        run("compiled", weights_once=True)
+    if ranks.rank == 0:
+        torch.save(found, folder / "choices")
 
 
 def poisoned(ranks, folder):
@@ -112,6 +144,34 @@ def test_two_ranks_compute_what_one_computes(two_ranks, name):
 
 def test_sharded_blocks_share_their_compiled_code(two_ranks):
     assert two_ranks["graphs"] == 2  # with gradients and without, not once a block
+
+
+def test_weights_made_once_a_step_of_sharded_blocks_change_no_bit(two_ranks, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "CHUNK", 12)
+    found, one = two_ranks["choices"], run("compiled", **CHOSEN)
+    for column in ("train_loss", "eval_loss"):
+        values = [row[column] for row in one.curve if not math.isnan(row[column])]
+        assert values == pytest.approx(
+            [r[column] for r in found["each"]["curve"] if not math.isnan(r[column])], rel=1e-5
+        )
+    assert repr(found["once"]["curve"]) == repr(found["each"]["curve"])
+    assert all(torch.equal(w, found["each"]["weights"][key]) for key, w in found["once"]["weights"].items())
+    layers = 2 * 7
+    evaluations = 2 * 2  # two, each of two batches on the busier rank
+    assert found["each"]["made"] == layers * (PARTS // 2 + evaluations)
+    assert found["once"]["made"] == layers * (1 + evaluations)
+    assert {**ONCE, "ranks": 2}.items() <= found["once"]["timings"].items()
+
+
+def test_gradients_summed_in_bf16_are_rounded_to_it(two_ranks):
+    fine, coarse = two_ranks["compiled"], two_ranks["choices"]["bfloat16"]
+    assert coarse["curve"][1]["train_loss"] == fine["curve"][1]["train_loss"]
+    a, b = (side["curve"][1]["grad_norm"] for side in (fine, coarse))
+    assert a != b and a == pytest.approx(b, rel=2.0**-7)  # two roundings of 2^-9 each
+    with pytest.raises(UserError, match="reduce_dtype='bfloat16' is of a sum over several GPUs, and this run has one"):
+        train(tiny_config(reduce_dtype="bfloat16"), corpus=CORPUS, device="cpu", progress=False)
+    with pytest.raises(UserError, match="reduce_dtype='float16' must be one of float32, bfloat16"):
+        tiny_config(reduce_dtype="float16")
 
 
 def test_nan_on_one_rank_is_divergence_on_all(two_ranks):
