@@ -17,6 +17,7 @@ FOLDERS = (
     "numerics.kernels",
     "numerics.ops",
     "layers",
+    "data.megatron",
     "data",
     "training.execution",
     "training.checkpoints",

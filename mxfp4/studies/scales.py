@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 
+from mxfp4.data.corpora import TOY
 from mxfp4.errors import UserError
 from mxfp4.training.config import ModelConfig, TrainConfig
 
@@ -70,6 +71,10 @@ class Scale:
     """GPUs that train one arm together (FSDP2); 0: as many of those there are as share a batch's parts evenly."""
     recompute_every: int = 0
     """Every n-th block computes its activations again in the backward; 0: none does."""
+    append_eod: bool = True
+    """Whether documents end with the end-of-document token."""
+    trial: dict = field(default_factory=dict)
+    """What differs on the toy C4: its text is too little for a large model, and its tokenizer is not Llama's."""
 
     @property
     def needs_gpu(self) -> bool:
@@ -98,6 +103,10 @@ class Scale:
         if seed != 0:
             values["probe_steps"] = ()
         return TrainConfig.from_dict(_plain({**values, **overrides}))
+
+    def on_corpus(self, corpus: str | None) -> Scale:
+        """The scale as arms on `corpus` have it (None: its own): on the toy C4 with the sizes of `trial`."""
+        return replace(self, **self.trial) if corpus == TOY else self
 
     def seeds_of(self, plan: str) -> tuple[int, ...]:
         return self.seeds.get(plan, self.seeds[""])
@@ -228,7 +237,32 @@ MI355X = Scale(
     decay_steps=1_200_000,
     compile=True,
     ranks_per_arm=0,
+    append_eod=False,  # as the reference, whose documents are joined without a token in between
 )
+# On the toy C4 the same machinery trains a model that takes seconds.
+TRIAL = {
+    "model": ModelConfig(
+        vocab_size=4096,
+        dim=512,
+        n_layers=4,
+        n_heads=8,
+        n_kv_heads=2,
+        ffn_dim=1536,
+        max_seq_len=512,
+        rope_theta=500000.0,
+    ),
+    "seq_len": 512,
+    "steps": 48,
+    "lr": 2e-3,
+    "lr_min": 2e-4,
+    "warmup": 8,
+    "eval_every": 16,
+    "eval_sequences": 64,
+    "decay_steps": 0,
+    "target_loss": None,
+    "stop_at_target": False,
+}
+MI355X = replace(MI355X, trial=TRIAL)
 
 SCALES = {scale.name: scale for scale in (CPU, GPU, MI355X)}
 
