@@ -30,6 +30,9 @@ from mxfp4.errors import UserError
 
 PATIENCE = timedelta(days=7)  # for agreements: rank 0 may be packing a corpus. A rank that dies is noticed at once
 
+REDUCE_DTYPE = torch.float32
+"""In which gradients are summed over the ranks."""
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -94,7 +97,7 @@ class Ranks:
         """Spread `model`, on the meta device, over the ranks: parameters on `device`, not filled yet."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # slow to import, for one rank needless
 
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(reduce_dtype=REDUCE_DTYPE)
         for module in (*model.layers, model):
             fully_shard(module, mesh=self.mesh, mp_policy=policy)
         return model.to_empty(device=device)
