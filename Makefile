@@ -75,6 +75,7 @@ help: ## this list
 	@echo "  SCALE=cpu|gpu|mi355x   what to run (default: what fits this machine, see mxfp4 scale)"
 	@echo "  CORPUS=c4:768-799      train on this corpus: some shards of C4, or text (default: the scale's)"
 	@echo "  PLAN=first|table1|...  train the arms of one plan alone (default: all; mxfp4 plan --scale S shows the cost)"
+	@echo "         c4:toy          a few documents a shard, for a trial of the whole path; megatron:PREFIX,VALIDATION"
 	@echo "  DRY_RUN=1              make reproduce: what it would take, nothing run; fails if it cannot fit"
 	@echo "  NB=, P=                which notebook, with which parameters: make run NB=format P=\"scale_rule=rceil\""
 	@echo "  PYTHON=, VENV=         which Python makes the environment, and where (default: .venv)"

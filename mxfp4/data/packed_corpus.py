@@ -1,7 +1,7 @@
 """Packed corpora: token ids in memory-mapped files, batches as a pure function of (step, seed).
 
     runs/corpus/<name>-<vocab>-<hash>/
-        train.bin, validation.bin   little-endian uint16 (uint32 when ids do not fit), documents joined by EOS
+        train.bin, validation.bin   little-endian uint16 (uint32 when ids do not fit), EOS after each document, or not
         tokenizer.json
         meta.json                   sources, counts, a SHA-256 for each part: written last
 
@@ -99,6 +99,16 @@ class PackedCorpus:
     def fingerprint(self) -> str:
         """16 hex digits that determine every token: equal fingerprints, equal batches."""
         return self.meta["fingerprint"]
+
+    @property
+    def origin(self) -> dict:
+        """Where the tokens come from, for a run's record: the hub's revisions, where they came from it."""
+        sources = {name: s["revision"] for name, s in self.meta["sources"].items() if s.get("revision")}
+        return {
+            "append_eod": self.meta.get("append_eod", True),
+            "tokenizer": self.meta["tokenizer"],
+            "revisions": sources,
+        }
 
     @property
     def tokenizer(self) -> TextTokenizer:

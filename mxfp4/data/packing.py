@@ -30,6 +30,8 @@ from mxfp4.data import tokenizer as tokenizers_
 from mxfp4.data.corpora import get_corpus
 from mxfp4.data.documents import SPLITS, Corpus, Document, Part, fingerprint
 from mxfp4.data.known_entropy import KnownEntropy, Law
+from mxfp4.data.megatron.corpus import MegatronCorpus, folder_of, open_corpus
+from mxfp4.data.megatron.names import is_megatron
 from mxfp4.data.packed_corpus import FORMAT, META, PackedCorpus, sha256_range, token_dtype
 from mxfp4.data.synthetic import SyntheticCorpus
 from mxfp4.data.tokenizer import LLAMA_VOCAB, TextTokenizer
@@ -38,17 +40,27 @@ from mxfp4.errors import UserError
 from mxfp4.locks import Lock
 
 JOURNAL = "journal.json"
+REVISION = "tokenizer-revision"
 BATCH = 512  # documents encoded at a time
 SAID_AFTER = 10.0  # seconds: a part that took longer is said when it is packed, on terminals and in logs
 TOKENIZER_BYTES = 200_000_000  # training text that a tokenizer sees at most: enough for 16k merges, bounded on C4
 
 
 def folder_for(
-    corpus: str | Corpus, vocab_size: int, *, root: Path | None = None, tokenizer: str | None = None
+    corpus: str | Corpus,
+    vocab_size: int,
+    *,
+    root: Path | None = None,
+    tokenizer: str | None = None,
+    append_eod: bool = True,
 ) -> Path:
     """Where the packed corpus lies or would lie. Known without reading a document."""
+    if is_megatron(corpus):
+        return folder_of(corpus, vocab_size, Path(root) if root else corpus_dir())
     corpus = get_corpus(corpus) if isinstance(corpus, str) else corpus
     what = {"format": FORMAT, "corpus": corpus.name, "vocab_size": vocab_size, **corpus.identity()}
+    if not append_eod:
+        what["append_eod"] = False
     if tokenizer is not None and vocab_size != LLAMA_VOCAB:
         what["tokenizer"] = tokenizers_.load(tokenizer).sha256()
     key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
@@ -68,33 +80,41 @@ def prepare(
     progress: bool = True,
     tokenizer: str | None = None,
     rebuild: bool = False,
+    append_eod: bool = True,
     **options: object,
-) -> PackedCorpus | SyntheticCorpus:
+) -> PackedCorpus | SyntheticCorpus | MegatronCorpus:
     """The packed corpus, packed now if it is not there or damaged (`.built` says which).
 
-    corpus: a name of mxfp4.data.corpora.CORPORA, "synthetic", or a Corpus. vocab_size: of the byte-level
+    corpus: a name of mxfp4.data.corpora.CORPORA, "synthetic", "megatron:PREFIX", or a Corpus. vocab_size: of the byte-level
     BPE that is trained on the training part; 128256 takes Llama 3.1's tokenizer. root: folder of packed
     corpora, default runs/corpus. tokenizer: a tokenizer.json to use instead: with 128256 ids Llama 3.1's, as
     MXFP4_LLAMA_TOKENIZER names it; with others a folder of its own (to measure one corpus with another's
-    vocabulary). options: c4's `shards` and `root` (as `c4_root`), synthetic's fields. Errors are
-    UserError, one line each.
+    vocabulary). append_eod: put the end-of-document token after each document of text (Megatron's --append-eod); the
+    tokens of a Megatron dataset and of the generators stay as they are. options: c4's `shards` and `root` (as
+    `c4_root`), synthetic's fields. Errors are UserError, one line each.
     """
     if corpus == "known-entropy":
         return KnownEntropy(Law(vocab_size=vocab_size, **options))
     if corpus == "synthetic":
         return SyntheticCorpus(vocab_size=vocab_size, **options)
+    if is_megatron(corpus):
+        return open_corpus(
+            corpus, vocab_size, Path(root) if root else corpus_dir(), rebuild=rebuild, progress=progress,
+            token_bytes=lambda: _token_bytes(tokenizer, vocab_size),
+        )  # fmt: skip
     if isinstance(corpus, str):
         if "c4_root" in options:
             options["root"] = options.pop("c4_root")
         corpus = get_corpus(corpus, **options)
-    folder, given = folder_for(corpus, vocab_size, root=root, tokenizer=tokenizer), _given(tokenizer, vocab_size)
+    folder = folder_for(corpus, vocab_size, root=root, tokenizer=tokenizer, append_eod=append_eod)
+    given = _given(tokenizer, vocab_size)
     if not rebuild and (packed := _whole(folder, given)):
         return packed
     try:
         with _lock(folder):
             if not rebuild and (packed := _whole(folder, given)):  # another process packed it while this one waited
                 return packed
-            _pack(corpus, vocab_size, folder, given, progress)
+            _pack(corpus, vocab_size, folder, given, append_eod, progress)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -106,6 +126,12 @@ def prepare(
     packed = PackedCorpus(folder)
     packed.built = True
     return packed
+
+
+def _token_bytes(tokenizer: str | None, vocab_size: int) -> np.ndarray | None:
+    """Bytes of text of each id; None where the tokenizer of such a vocabulary is not on this machine."""
+    file = tokenizer or (tokenizers_.llama_file() if vocab_size == LLAMA_VOCAB else None)
+    return tokenizers_.load(file).token_bytes() if file else None
 
 
 def _given(tokenizer: str | None, vocab_size: int) -> TextTokenizer | None:
@@ -146,7 +172,9 @@ def _lock(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def _pack(corpus: Corpus, vocab_size: int, folder: Path, given: TextTokenizer | None, progress: bool) -> None:
+def _pack(
+    corpus: Corpus, vocab_size: int, folder: Path, given: TextTokenizer | None, append_eod: bool, progress: bool
+) -> None:
     parts = corpus.parts()
     work = work_folder(folder)
     work.mkdir(exist_ok=True)
@@ -166,13 +194,14 @@ def _pack(corpus: Corpus, vocab_size: int, folder: Path, given: TextTokenizer | 
                 held_out.update(fingerprint(d.text) for d in part.documents())
             if (part.split, part.name) not in finished:
                 start = time.monotonic()
-                done.append(_pack_part(part, tok, dtype, out[part.split], held_out, progress, f"{i} of {len(parts)}"))
+                place = f"{i} of {len(parts)}"
+                done.append(_pack_part(part, tok, append_eod, dtype, out[part.split], held_out, progress, place))
                 _write_json(work / JOURNAL, {"tokenizer": tok.sha256(), "parts": done})
                 took += [time.monotonic() - start] * (part.split == "train")
                 if progress and time.monotonic() - start >= SAID_AFTER:
                     left = sum((p.split, p.name) not in finished for p in parts[i:])
                     tqdm.write(_said(done[-1], f"{i} of {len(parts)}", left, took), file=sys.stderr)
-    _finish(corpus, vocab_size, tok, dtype, done, work)
+    _finish(corpus, vocab_size, tok, append_eod, dtype, done, work)
     if folder.exists():  # damaged, or --rebuild
         shutil.rmtree(folder)
     try:
@@ -205,14 +234,17 @@ def _tokenizer(
             begun = tokenizers_.load(file)
             if given is None or given.sha256() == begun.sha256():
                 return begun
+    revision = ""
     if given is not None:
         tok = given
     elif vocab_size == LLAMA_VOCAB:
         tok = tokenizers_.load_llama()
+        revision = tokenizers_.llama_revision() or ""
     else:
         show = tqdm(desc="tokenizer", unit=" documents", disable=None if progress else True)
         tok = tokenizers_.train(_sample(parts, show), vocab_size)
         show.close()
+    _write(work / REVISION, revision.encode())
     _write(file, tok.to_bytes())
     return tokenizers_.load(file)
 
@@ -255,9 +287,17 @@ def _resume(work: Path, tok: TextTokenizer, dtype: np.dtype) -> list[dict]:
 
 
 def _pack_part(
-    part: Part, tok: TextTokenizer, dtype: np.dtype, out: IO[bytes], held_out: set[bytes], progress: bool, place: str
+    part: Part,
+    tok: TextTokenizer,
+    append_eod: bool,
+    dtype: np.dtype,
+    out: IO[bytes],
+    held_out: set[bytes],
+    progress: bool,
+    place: str,
 ) -> dict:
     digest, tokens, removed = hashlib.sha256(), 0, 0
+    end = [tok.eos] if append_eod else []
     counts: dict[str, Counter] = {}
     show = tqdm(
         desc=f"pack {part.split} {part.name} ({place})",
@@ -279,12 +319,13 @@ def _pack_part(
                     continue
                 kept.append(doc)
             for doc, ids in zip(kept, tok.encode_batch([d.text for d in kept]), strict=True):
-                data = np.array([*ids, tok.eos], dtype=dtype).tobytes()
+                ids = [*ids, *end]
+                data = np.array(ids, dtype=dtype).tobytes()
                 out.write(data)
                 digest.update(data)
-                tokens += len(ids) + 1
+                tokens += len(ids)
                 count = counts.setdefault(doc.source, Counter())
-                count.update(documents=1, tokens=len(ids) + 1, bytes=len(doc.text.encode()))
+                count.update(documents=1, tokens=len(ids), bytes=len(doc.text.encode()))
     out.flush()
     os.fsync(out.fileno())
     return {
@@ -297,7 +338,15 @@ def _pack_part(
     }
 
 
-def _finish(corpus: Corpus, vocab_size: int, tok: TextTokenizer, dtype: np.dtype, done: list[dict], work: Path) -> None:
+def _finish(
+    corpus: Corpus,
+    vocab_size: int,
+    tok: TextTokenizer,
+    append_eod: bool,
+    dtype: np.dtype,
+    done: list[dict],
+    work: Path,
+) -> None:
     splits = {}
     for split in SPLITS:
         total: Counter = Counter(documents=0, tokens=0, bytes=0)
@@ -319,7 +368,9 @@ def _finish(corpus: Corpus, vocab_size: int, tok: TextTokenizer, dtype: np.dtype
         "tokenizer": {
             "sha256": hashlib.sha256((work / "tokenizer.json").read_bytes()).hexdigest(),
             "ids": tok.size,
+            "revision": _noted_revision(work),
         },
+        "append_eod": append_eod,
         "splits": splits,
         "removed_duplicates": sum(d["removed"] for d in done),
         "parts": done,
@@ -327,6 +378,13 @@ def _finish(corpus: Corpus, vocab_size: int, tok: TextTokenizer, dtype: np.dtype
     }
     _write_json(work / META, meta)
     (work / JOURNAL).unlink(missing_ok=True)
+    (work / REVISION).unlink(missing_ok=True)
+
+
+def _noted_revision(work: Path) -> str | None:
+    """The hub's commit that the tokenizer came from; None for one of a file, or trained here."""
+    file = work / REVISION
+    return file.read_text().strip() or None if file.is_file() else None
 
 
 def _write_json(path: Path, value: dict) -> None:

@@ -12,8 +12,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from mxfp4.data import c4
 from mxfp4.data.corpora import WheelCorpus, get_corpus
+from mxfp4.data.megatron.indexed_dataset import open_dataset
+from mxfp4.data.megatron.names import is_megatron, parse
 from mxfp4.data.packed_corpus import META, PackedCorpus, token_dtype
 from mxfp4.data.packing import JOURNAL, folder_for, work_folder
 from mxfp4.data.tokenizer import LLAMA_VOCAB, llama_file
@@ -21,7 +22,7 @@ from mxfp4.directories import corpus_dir
 from mxfp4.errors import UserError
 
 TOKENS_PER_DOCUMENT = 47_186_855 / 91_205 + 1
-"""Of C4, in Llama 3.1's tokens, and one for EOS."""
+"""Of C4, in Llama 3.1's tokens, and one for EOS (which may be left out)."""
 WHEEL_BYTES = 30e6
 """More than the packed tokens of any wheel corpus."""
 
@@ -39,12 +40,14 @@ class Packing:
     """About what packing will still write."""
 
 
-def state_of(name: str, vocab_size: int, *, root: Path | None = None) -> Packing:
+def state_of(name: str, vocab_size: int, *, root: Path | None = None, append_eod: bool = True) -> Packing:
     """The packing of corpus `name` with `vocab_size` ids. UserError for an unknown name."""
     if name == "synthetic":
         return Packing(name, vocab_size, True, "generated as it is used", 0.0)
+    if is_megatron(name):
+        return _megatron(name, vocab_size, folder_for(name, vocab_size, root=root))
     corpus = get_corpus(name)
-    folder = folder_for(corpus, vocab_size, root=root)
+    folder = folder_for(corpus, vocab_size, root=root, append_eod=append_eod)
     if (folder / META).is_file():
         try:
             packed = PackedCorpus(folder)
@@ -57,6 +60,16 @@ def state_of(name: str, vocab_size: int, *, root: Path | None = None) -> Packing
     source = _source(corpus, vocab_size)
     begun = f"{len(parts)} parts packed, goes on there" if parts else "not packed"
     return Packing(name, vocab_size, False, f"{begun}; {source}", max(whole - written, 0.0))
+
+
+def _megatron(name: str, vocab_size: int, folder: Path) -> Packing:
+    files = parse(name)
+    found = [open_dataset(prefix) for prefix in (files.train, files.validation) if prefix is not None]
+    text = f"{sum(len(d.tokens) for d in found):,} tokens in Megatron's files"
+    if not (folder / META).is_file():
+        size = sum(path.stat().st_size for d in found for path in d.files.values())
+        return Packing(name, vocab_size, False, f"{text}, {size / 1e9:.3g} GB, not hashed yet", 0.0)
+    return Packing(name, vocab_size, True, f"{text}, hashed", 0.0)
 
 
 def unfinished(root: Path | None = None) -> list[tuple[str, int, str]]:
@@ -82,7 +95,7 @@ def _size(corpus, vocab_size: int) -> float:
     if isinstance(corpus, WheelCorpus):
         return WHEEL_BYTES
     first, last = corpus.shards
-    documents = (last - first + 1) * c4.DOCUMENTS_PER_SHARD + corpus.validation_documents
+    documents = (last - first + 1) * corpus.documents_per_shard + corpus.validation_documents
     return float(documents * TOKENS_PER_DOCUMENT * token_dtype(vocab_size).itemsize)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mxfp4.data.hub import hub_endpoint, offline, status_of, trouble, unreachable
+from mxfp4.data.hub import hub_endpoint, offline, revision_of, status_of, trouble, unreachable
 from mxfp4.errors import UserError
 
 EOS = "<|endoftext|>"
@@ -143,8 +143,13 @@ def llama_file() -> str | None:
         return given
     from huggingface_hub import try_to_load_from_cache
 
-    cached = try_to_load_from_cache(LLAMA_REPOSITORY, "tokenizer.json")
+    cached = try_to_load_from_cache(LLAMA_REPOSITORY, "tokenizer.json", revision=revision_of(LLAMA_REPOSITORY))
     return cached if isinstance(cached, str) else None
+
+
+def llama_revision() -> str | None:
+    """The hub's commit that `load_llama` reads; None where MXFP4_LLAMA_TOKENIZER names a file."""
+    return None if os.environ.get("MXFP4_LLAMA_TOKENIZER") else revision_of(LLAMA_REPOSITORY)
 
 
 def load_llama() -> TextTokenizer:
@@ -163,7 +168,8 @@ def load_llama() -> TextTokenizer:
     if why and (status is None or status == 429 or status >= 500):  # else its front page is closed, files need not be
         raise UserError(f"the Llama 3.1 tokenizer cannot be fetched: {_refusal(status, why)}")
     try:
-        return checked_llama(load(hf_hub_download(LLAMA_REPOSITORY, "tokenizer.json")))
+        revision = revision_of(LLAMA_REPOSITORY)
+        return checked_llama(load(hf_hub_download(LLAMA_REPOSITORY, "tokenizer.json", revision=revision)))
     except UserError:
         raise
     except Exception as error:  # the library's types differ by version

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 
 from mxfp4.analysis.claims import Verdict
 from mxfp4.analysis.study import Study, same_setting, studies
+from mxfp4.data.corpora import TOY
+from mxfp4.data.megatron.names import is_megatron
 from mxfp4.errors import UserError
 from mxfp4.studies.plans import Plan, parts_of, plan
 from mxfp4.studies.scales import Scale, get_scale
@@ -59,7 +61,7 @@ class Evidence:
     @property
     def command(self) -> str:
         scale, corpus = self.plan.scale, self.plan.arms[0].corpus
-        part = f" --corpus {corpus}" if _base(corpus) == scale.corpus != corpus else ""
+        part = f" --corpus {corpus}" if _kin(corpus, scale) and corpus != scale.corpus else ""
         return f"mxfp4 train --plan {self.plan.name} --scale {scale.name}{part}"
 
     def _repr_html_(self) -> str:
@@ -238,14 +240,17 @@ def gather_each(
     return [_evidence(replace(wanted, arms=tuple(g)), candidates, fixed or i > 0) for i, g in enumerate(groups)]
 
 
-def _base(corpus: str) -> str:
-    """A corpus without the range of its shards: c4 of "c4:768-799"."""
-    return corpus.partition(":")[0]
+def _kin(corpus: str, scale: Scale) -> bool:
+    """Whether `corpus` is the scale's, other shards of it ("c4:768-799"), or the same in Megatron's files."""
+    base = corpus.partition(":")[0]
+    return base == scale.corpus or (scale.corpus == "c4" and is_megatron(corpus))
 
 
 def _corpus_of(store: Store, scale: Scale) -> dict[str, str]:
-    """{"corpus": ...} where all records of a scale are of one other range of its corpus' shards: its plan goes on there."""
-    used = {r.config.corpus for r in store.load(scale.name) if _base(r.config.corpus) == scale.corpus}
+    """{"corpus": ...} where all records of a scale are of one other range of its corpus' shards, or of Megatron's files of
+    it: its plan goes on there. Those of the toy count where there are no others."""
+    used = {r.config.corpus for r in store.load(scale.name) if _kin(r.config.corpus, scale)}
+    used = used - {TOY} or used
     return {"corpus": used.pop()} if len(used) == 1 and scale.corpus not in used else {}
 
 

@@ -29,6 +29,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from mxfp4.data.corpora import TOY
 from mxfp4.errors import UserError
 from mxfp4.studies.registered_arms import study_arms, study_parts
 from mxfp4.studies.scales import Scale, get_scale
@@ -146,7 +147,7 @@ def plan(
     recipes, seeds: instead of the plan's own. overrides: fields of TrainConfig that every arm takes, such
     as steps or corpus; a plan that is about a corpus (`Scale.settings`) keeps it. UserError lists the known names.
     """
-    scale = get_scale(scale) if isinstance(scale, str) else scale
+    scale = (get_scale(scale) if isinstance(scale, str) else scale).on_corpus(overrides.get("corpus"))
     known = SMALL if scale.name == "cpu" else FULL
     if scale.name == "gpu" and name in study_parts():
         arms = [
@@ -215,7 +216,8 @@ class Plan:
 
     def status(self, store: Store, device=None) -> list[ArmStatus]:
         """Each arm: done, begun or missing, and its cost."""
-        records = store.load(self.scale.name)
+        trial = self.arms[0].corpus == TOY if self.arms else False
+        records = [r for r in store.load(self.scale.name) if (r.config.corpus == TOY) == trial]  # no toy foretells 8B
         costs = {model: _seconds_per_token(records, model) for model in {a.model for a in self.arms}}
         elsewhere = {experts: _seconds_per_unit(records, experts) for experts in (False, True)}
         found = []

@@ -137,9 +137,9 @@ def _run(
     if missing:
         _check_room([config for config, _ in missing], plan, places, ranks)
         if corpus is None and ranks.rank == 0:
-            corpora = {(config.corpus, config.model.vocab_size) for config, _ in missing}
-            for name, vocab_size in sorted(corpora):  # once, before the arms ask for it
-                prepare(name, vocab_size, progress=progress)
+            corpora = {(config.corpus, config.model.vocab_size, config.append_eod) for config, _ in missing}
+            for name, vocab_size, append_eod in sorted(corpora):  # once, before the arms ask for it
+                prepare(name, vocab_size, append_eod=append_eod, progress=progress)
         ranks.agree(None)  # the others wait for it
         bar = tqdm(
             total=sum(config.steps for config, _ in missing),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 
+from mxfp4.data.corpora import TOY
 from mxfp4.errors import UserError
 from mxfp4.training.config import ModelConfig, TrainConfig
 from mxfp4.training.execution.choices import Execution
@@ -87,6 +88,10 @@ class Scale:
     """Whether a block's gathered parameters are freed between its forward and its backward, on several GPUs."""
     weights_once: bool = False
     """Whether each weight is quantized once a step also in compiled or sharded blocks."""
+    append_eod: bool = True
+    """Whether documents end with the end-of-document token."""
+    trial: dict = field(default_factory=dict)
+    """What differs on the toy C4: its text is too little for a large model, and its tokenizer is not Llama's."""
 
     @property
     def needs_gpu(self) -> bool:
@@ -114,6 +119,10 @@ class Scale:
         if seed != 0:
             values["probe_steps"] = ()
         return TrainConfig.from_dict(_plain({**values, **overrides}))
+
+    def on_corpus(self, corpus: str | None) -> Scale:
+        """The scale as arms on `corpus` have it (None: its own): on the toy C4 with the sizes of `trial`."""
+        return replace(self, **self.trial) if corpus == TOY else self
 
     def seeds_of(self, plan: str) -> tuple[int, ...]:
         return self.seeds.get(plan, self.seeds[""])
@@ -251,7 +260,32 @@ MI355X = Scale(
     checkpoint_minutes=20.0,  # of 96 GB each: a kill costs 10 minutes on average, a disk of 100 MB/s can follow
     attention="auto",
     cross_entropy="chunked",
+    append_eod=False,  # as the reference, whose documents are joined without a token in between
 )
+# On the toy C4 the same machinery trains a model that takes seconds.
+TRIAL = {
+    "model": ModelConfig(
+        vocab_size=4096,
+        dim=512,
+        n_layers=4,
+        n_heads=8,
+        n_kv_heads=2,
+        ffn_dim=1536,
+        max_seq_len=512,
+        rope_theta=500000.0,
+    ),
+    "seq_len": 512,
+    "steps": 48,
+    "lr": 2e-3,
+    "lr_min": 2e-4,
+    "warmup": 8,
+    "eval_every": 16,
+    "eval_sequences": 64,
+    "decay_steps": 0,
+    "target_loss": None,
+    "stop_at_target": False,
+}
+MI355X = replace(MI355X, trial=TRIAL)
 
 SCALES = {scale.name: scale for scale in (CPU, GPU, MI355X)}
 

@@ -211,10 +211,18 @@ class Store:
                 return record
         return None
 
-    def put(self, config: TrainConfig, result: TrainResult, device=None, *, corpus: str | None = None) -> Record:
+    def put(
+        self,
+        config: TrainConfig,
+        result: TrainResult,
+        device=None,
+        *,
+        corpus: str | None = None,
+        origin: dict | None = None,
+    ) -> Record:
         """Store what `train` gave, all or nothing; an existing whole record of the arm is kept and returned.
 
-        corpus: fingerprint of the tokens. Raises UserError for a paused run and when the disk is full.
+        corpus: fingerprint of the tokens. origin: where they come from, such as the hub's revisions. Raises UserError for a paused run and when the disk is full.
         """
         if result.outcome["status"] not in ENDINGS:
             raise UserError(
@@ -244,6 +252,7 @@ class Store:
                 "outcome": result.outcome,
                 "window_losses": [] if result.windows else [round(loss, 6) for loss in result.window_losses],
                 "corpus": corpus,
+                **({"corpus_origin": origin} if origin else {}),
                 "semantics_version": mxfp4.SEMANTICS_VERSION,
                 "package_version": mxfp4.__version__,
                 "git": git_state(),

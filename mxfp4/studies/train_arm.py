@@ -66,7 +66,7 @@ def train_arm(
         status = ranks.agree(record.outcome["status"] if record else None)
         if status is None:
             if corpus is None:
-                corpus = prepare(config.corpus, config.model.vocab_size, progress=False)
+                corpus = prepare(config.corpus, config.model.vocab_size, append_eod=config.append_eod, progress=False)
             if first and store.get(config, device):
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / AGAIN).touch()
@@ -89,7 +89,7 @@ def train_arm(
             if keep_weights:
                 weights.save(store.weights_dir(config, device), result.model, config, weights.tokenizer_of(corpus))
             if first:
-                store.put(config, result, device, corpus=corpus.fingerprint)
+                store.put(config, result, device, corpus=corpus.fingerprint, origin=getattr(corpus, "origin", None))
         if first:
             store.remove_checkpoints(folder)
         return status

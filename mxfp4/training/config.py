@@ -43,6 +43,8 @@ class ModelConfig:
     """Weight of the load-balance loss of a mixture of experts (Switch Transformer, section 2.2)."""
     tie_embeddings: bool = False
     """Whether the LM head shares the embedding's matrix."""
+    rope_scaling_factor: float = 1.0
+    """Llama 3.1's factor on RoPE's long wavelengths, 8 in its own models; 1: RoPE as it is (`model.scaled_rates`)."""
 
     def __post_init__(self):
         _positive(self, "vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "max_seq_len")
@@ -50,6 +52,8 @@ class ModelConfig:
             raise UserError(f"dim={self.dim} must be a multiple of 2 n_heads={2 * self.n_heads}: RoPE turns pairs")
         if self.n_heads % self.n_kv_heads:
             raise UserError(f"n_heads={self.n_heads} must be a multiple of n_kv_heads={self.n_kv_heads}")
+        if not self.rope_scaling_factor >= 1:
+            raise UserError(f"rope_scaling_factor={self.rope_scaling_factor} must be at least 1 (1: no scaling)")
         if self.n_experts < 0 or (self.n_experts and not 0 < self.n_experts_per_token <= self.n_experts):
             raise UserError(
                 f"n_experts_per_token={self.n_experts_per_token} must lie in 1 to n_experts={self.n_experts}"
@@ -163,6 +167,8 @@ class TrainConfig:
     """Loss, nats a token, above which alone a run can be stalled."""
     reduce_dtype: str = "float32"
     """Dtype in which gradients are summed over several GPUs, one of REDUCE_DTYPES; MLPerf's reference has bfloat16."""
+    append_eod: bool = True
+    """Whether packing puts the end-of-document token after each document of text (Megatron's --append-eod)."""
 
     def __post_init__(self):
         for name in TUPLES:

@@ -77,7 +77,7 @@ def train(
     if corpus is None:
         from mxfp4.data.packing import prepare  # slow to import, and not needed for a given corpus
 
-        corpus = prepare(config.corpus, config.model.vocab_size, progress=progress)
+        corpus = prepare(config.corpus, config.model.vocab_size, append_eod=config.append_eod, progress=progress)
     run = Run(config, corpus, device, ranks, arms_on_device, chosen)
     run.prepare()
     todo = branches(config)

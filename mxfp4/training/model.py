@@ -29,6 +29,8 @@ from mxfp4.training.execution.distributed import fill, here
 from mxfp4.training.execution.recompute import recomputed
 
 INIT_STD = 0.02
+ORIGINAL_CONTEXT, LOW_FREQUENCY, HIGH_FREQUENCY = 8192, 1.0, 4.0
+"""Of Llama 3.1's RoPE scaling: positions of the context before it was lengthened, and turns in them."""
 DRAWING = 8
 """Most parameters that a process draws at a time, each whole, in FP32, in the host's memory: 5 ns a number."""
 
@@ -47,9 +49,24 @@ class RMSNorm(nn.Module):
         return (h * self.weight).to(x.dtype)
 
 
-def rope_tables(seq_len: int, head_dim: int, theta: float, device=None) -> Tensor:
+def scaled_rates(rates: Tensor, factor: float) -> Tensor:
+    """RoPE's rates (radians a position, float64) with Llama 3.1's scaling.
+
+    A pair whose wavelength is above ORIGINAL_CONTEXT / LOW_FREQUENCY turns `factor` times slower; one below
+    ORIGINAL_CONTEXT / HIGH_FREQUENCY turns as before; in between the two rates are mixed, linearly in the turns that
+    the pair makes in ORIGINAL_CONTEXT positions. Source: Meta's reference (`apply_scaling`), as rope_type "llama3" of
+    transformers 5 and `apply_rope_scaling` of Megatron-LM core 0.19 have it.
+    """
+    turns = ORIGINAL_CONTEXT * rates / (2 * math.pi)
+    share = ((turns - LOW_FREQUENCY) / (HIGH_FREQUENCY - LOW_FREQUENCY)).clamp(0, 1)
+    return (1 - share) * rates / factor + share * rates
+
+
+def rope_tables(seq_len: int, head_dim: int, theta: float, device=None, scaling_factor: float = 1.0) -> Tensor:
     """FP32 [2, seq_len, head_dim]: cosines and sines of the angle of each position and (repeated) pair."""
     rates = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
+    if scaling_factor != 1:
+        rates = scaled_rates(rates, scaling_factor)
     angles = torch.arange(seq_len, dtype=torch.float64, device=device)[:, None] * rates
     angles = torch.cat([angles, angles], dim=-1)
     return torch.stack([angles.cos(), angles.sin()]).float()
@@ -167,7 +184,8 @@ class Llama(nn.Module):
         self.register_buffer("rope", self._rope(), persistent=False)
 
     def _rope(self, device=None) -> Tensor:
-        return rope_tables(self.config.max_seq_len, self.config.head_dim, self.config.rope_theta, device)
+        c = self.config
+        return rope_tables(c.max_seq_len, c.head_dim, c.rope_theta, device, c.rope_scaling_factor)
 
     def forward(self, tokens: Tensor, head: Callable[[Tensor, nn.Linear], Tensor] | None = None) -> Tensor:
         """head: what is made of the last hidden states [batch, seq, dim] and the output layer in place of the logits, here

@@ -81,9 +81,9 @@ def save(folder: Path, model: nn.Module, config: TrainConfig, tokenizer: Path | 
 
 
 def tokenizer_of(corpus: object) -> Path | None:
-    """The tokenizer.json of a packed corpus; None for one that is made up."""
+    """The tokenizer.json of a packed corpus; None for one that has none."""
     folder = getattr(corpus, "folder", None)
-    return folder / TOKENIZER if folder is not None else None
+    return folder / TOKENIZER if folder is not None and (folder / TOKENIZER).is_file() else None
 
 
 def kept(folder: Path) -> bool:

@@ -14,7 +14,8 @@ from mxfp4 import MXFP4Linear
 from mxfp4.adapters.huggingface import DTYPES, export, hf_config, hf_name, set_step_callback
 from mxfp4.data import tokenizer as tokenizers_
 from mxfp4.errors import UserError
-from mxfp4.training.model import Llama, build_model
+from mxfp4.studies.scales import MI355X
+from mxfp4.training.model import Llama, build_model, rope_tables, scaled_rates
 from tests.fakes import TINY
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install -e '.[hf]')")
@@ -23,6 +24,7 @@ GQA = replace(TINY, n_layers=2, n_heads=4, n_kv_heads=2, rope_theta=500000.0, no
 MODELS = {
     "grouped heads": GQA,
     "tied": replace(GQA, tie_embeddings=True),
+    "scaled RoPE": replace(GQA, rope_scaling_factor=8.0),
     "experts": replace(TINY, n_layers=2, n_experts=4, n_experts_per_token=2),
 }
 
@@ -56,6 +58,23 @@ def test_an_exported_model_gives_the_same_logits(name, tmp_path):
         ours, exported = model(tokens), theirs.eval()(tokens).logits
     assert ours.std() > 0.5
     torch.testing.assert_close(exported, ours, atol=2e-5, rtol=2e-5)
+
+
+def test_rope_is_scaled_as_in_llama_3_1():
+    """At the size of the 8B model, against transformers' own formula; some pairs are slowed, some mixed, some left."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = replace(MI355X.model, rope_scaling_factor=8.0)
+    theirs, attention = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**hf_config(config)), "cpu")
+    plain = 500000.0 ** (-torch.arange(0, 128, 2, dtype=torch.float64) / 128)
+    ours = scaled_rates(plain, 8.0)
+    torch.testing.assert_close(ours, theirs.double(), rtol=1e-6, atol=0)
+    ratio = plain / ours
+    assert attention == 1.0 and (ratio == 1).sum() > 20 and (ratio == 8).sum() > 20
+    assert ((ratio > 1.01) & (ratio < 7.99)).any()
+    table = rope_tables(8192, 128, 500000.0, scaling_factor=8.0)[0, 8191, :64].double()
+    torch.testing.assert_close(table, (8191 * ours).cos(), rtol=0, atol=1e-6)
 
 
 def test_export_halves_the_bytes_in_bf16(tmp_path):

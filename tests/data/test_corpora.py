@@ -113,7 +113,7 @@ def test_fingerprint_ignores_case_and_white_space_only():
 
 @pytest.mark.parametrize("name", ["pros", "", "../prose"])
 def test_unknown_corpus_lists_the_known(name):
-    with pytest.raises(UserError, match="known: prose, technical, text, c4, synthetic"):
+    with pytest.raises(UserError, match="known: prose, technical, text, c4, synthetic, megatron:PREFIX"):
         get_corpus(name)
 
 
@@ -277,3 +277,21 @@ def test_c4_mirror_in_a_folder_of_any_name(mirror, name):
     c4 = {"root": root, "shards": (4, 5), "validation_documents": 3}
     assert [d.text for d in documents("c4", "validation", **c4)] == ["held 0", "held 0 more", "held 1"]
     assert len(list(documents("c4", "train", **c4))) == 60
+
+
+def test_the_hub_is_read_at_a_commit(monkeypatch):
+    """The pinned one, or one that is named; a packing of another commit is another packing."""
+    monkeypatch.delenv("MXFP4_C4", raising=False)
+    commit = hub.pinned("allenai/c4")
+    assert C4().provenance()["c4"]["revision"] == commit and "revision" not in C4().identity()
+    other = "0" * 40
+    monkeypatch.setenv("MXFP4_C4_REVISION", other)
+    assert C4().commit == C4().identity()["revision"] == other and C4(revision=commit).commit == commit
+    asked = []
+    monkeypatch.setattr("datasets.load_dataset", lambda *a, data_files, **k: asked.extend(data_files) or [].x)
+    with pytest.raises(UserError, match="could not be read"):
+        list(C4()._shard("en/x.json.gz", 1))
+    assert asked == [f"hf://datasets/allenai/c4@{other}/en/x.json.gz"]
+    monkeypatch.setenv("MXFP4_C4_REVISION", "main")
+    with pytest.raises(UserError, match="'main' of allenai/c4 is no commit: name its 40 .*MXFP4_C4_REVISION"):
+        C4()

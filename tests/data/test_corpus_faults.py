@@ -285,7 +285,7 @@ TOKENIZER_SAID = {
 def test_each_answer_about_the_tokenizer_has_its_own_line(no_tokenizer, monkeypatch, status, said, wrapped):
     """Only a refusal is about the licence. The library hides some answers behind an error about the connection."""
 
-    def refuse(*args):
+    def refuse(*args, **options):
         if wrapped:
             raise FileNotFoundError("Please check your connection\nand more") from Refused(status)
         raise Refused(status)
@@ -299,14 +299,14 @@ def test_each_answer_about_the_tokenizer_has_its_own_line(no_tokenizer, monkeypa
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_hub_that_is_busy_is_not_asked_for_the_tokenizer(no_tokenizer, monkeypatch, status):
     no_tokenizer.status = status
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *a: pytest.fail("asked"))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *a, **k: pytest.fail("asked"))
     with pytest.raises(UserError, match=SAID[status]):
         load_llama()
 
 
 def test_a_hub_whose_front_page_is_closed_may_still_have_the_tokenizer(no_tokenizer, monkeypatch):
     no_tokenizer.status = 403
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *a: "/nowhere/tokenizer.json")
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *a, **k: "/nowhere/tokenizer.json")
     with pytest.raises(UserError, match="tokenizer /nowhere/tokenizer.json does not exist"):
         load_llama()
 

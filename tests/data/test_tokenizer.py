@@ -180,3 +180,19 @@ def test_a_tokenizer_that_changes_text_is_refused(tok, tmp_path, change):
     with pytest.raises(UserError, match="a byte-level tokenizer is needed that changes no text") as error:
         load(_saved(tok, tmp_path, change))
     assert "\n" not in str(error.value)
+
+
+def test_llama_is_asked_for_at_a_commit(monkeypatch, tok, tmp_path):
+    """The pinned one or the environment's; a file that is named has none."""
+    from mxfp4.data import tokenizer
+    from mxfp4.data.hub import pinned
+
+    monkeypatch.delenv("MXFP4_LLAMA_TOKENIZER", raising=False)
+    asked = []
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *a, revision: asked.append(revision))
+    assert tokenizer.llama_file() is None and tokenizer.llama_revision() == pinned(tokenizer.LLAMA_REPOSITORY)
+    monkeypatch.setenv("MXFP4_LLAMA_REVISION", "1" * 40)
+    tokenizer.llama_file()
+    assert asked == [pinned(tokenizer.LLAMA_REPOSITORY), "1" * 40]
+    monkeypatch.setenv("MXFP4_LLAMA_TOKENIZER", str(tmp_path))
+    assert tokenizer.llama_revision() is None

@@ -289,12 +289,17 @@ def test_a_page_of_another_scale_trains_what_is_missing_when_asked(tmp_path, mon
         gather("table1", "gpu", store=Store(tmp_path), recipes=["fp8"], train=True)
 
 
-def test_runs_on_a_range_of_shards_are_gone_on_with_there(tmp_path):
+@pytest.mark.parametrize("corpus", ["c4:768-799", "megatron:/data/a,/data/b", "c4:toy"])
+def test_runs_on_other_files_of_the_corpus_are_gone_on_with_there(tmp_path, corpus):
+    """Other shards, Megatron's files, the toy; the toy gives way to real text."""
     store, scale = Store(tmp_path), SCALES["mi355x"]
-    put(store, scale.config("fp8", 0, corpus="c4:768-799"), corpus="c4")
+    put(store, scale.on_corpus(corpus).config("fp8", 0, corpus=corpus), corpus="c4")
     found = gather("table1", "mi355x", store=store)
     assert found.arms == ["fp8"] and not found.substitute and "fp8-s0" not in found.missing
-    assert found.command == "mxfp4 train --plan table1 --scale mi355x --corpus c4:768-799"
+    assert found.command == f"mxfp4 train --plan table1 --scale mi355x --corpus {corpus}"
+    if corpus == "c4:toy":
+        put(store, scale.config("fp8", 0, corpus="c4:768-895"), corpus="c4")
+        assert gather("table1", "mi355x", store=store).command.endswith("--corpus c4:768-895")
     put(store, scale.config("fp8", 0), corpus="c4")
     assert gather("table1", "mi355x", store=store).command == "mxfp4 train --plan table1 --scale mi355x"
 

@@ -248,6 +248,12 @@ def test_a_lock_ends_with_its_process_whatever_the_clock_says(tmp_path):
     assert not path.exists() and lock.holder() is None
 
 
+def test_a_record_says_where_its_tokens_come_from(store):
+    origin = {"revisions": {"c4": "0" * 40}}
+    assert store.put(tiny_config(), result(), "cpu", corpus="fake", origin=origin).data["corpus_origin"] == origin
+    assert "corpus_origin" not in store.put(tiny_config(seed=1), result(), "cpu", corpus="fake").data
+
+
 def test_a_record_from_before_window_losses_is_read(store):
     record = store.put(tiny_config(), result(), "cpu", corpus="fake")
     data = json.loads((record.folder / "record.json").read_text())

@@ -46,7 +46,14 @@ def test_values_that_cannot_work_are_refused(changes, message):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"n_heads": 3}, {"n_kv_heads": 3}, {"dim": 0}, {"n_experts": 2, "n_experts_per_token": 3}]
+    "changes",
+    [
+        {"n_heads": 3},
+        {"n_kv_heads": 3},
+        {"dim": 0},
+        {"rope_scaling_factor": 0.5},
+        {"n_experts": 2, "n_experts_per_token": 3},
+    ],
 )
 def test_sizes_that_cannot_work_are_refused(changes):
     with pytest.raises(UserError, match=next(reversed(changes))):
@@ -55,6 +62,7 @@ def test_sizes_that_cannot_work_are_refused(changes):
 
 def test_a_field_at_its_default_is_not_in_the_key_so_that_fields_can_be_added():
     key = tiny_config().key_dict()
-    assert "weight_decay" not in key and "tie_embeddings" not in key["model"]
+    assert "weight_decay" not in key and "append_eod" not in key
+    assert "tie_embeddings" not in key["model"] and "rope_scaling_factor" not in key["model"]
     assert tiny_config(weight_decay=0.0).key_dict()["weight_decay"] == 0.0
     assert key["lr"] == tiny_config().lr and key["model"]["dim"] == TINY.dim

@@ -31,14 +31,19 @@ class Check:
 
 def data_checks(scale: Scale, corpus: str | None = None) -> list[Check]:
     """The checks of the corpus that `scale` trains on, or of `corpus` instead. UserError for an unknown one."""
+    from mxfp4.data.corpora import TOY
+    from mxfp4.data.megatron.names import is_megatron
     from mxfp4.data.packing_state import state_of
     from mxfp4.data.tokenizer import LLAMA_VOCAB
 
+    scale = scale.on_corpus(corpus)
     name, vocab_size = corpus or scale.corpus, scale.model.vocab_size
     packed = sorted(p.parent.name for p in corpus_dir().glob("*/meta.json"))
     checks = [Check("packed corpora", "ok", ", ".join(packed) or "none yet: `mxfp4 prepare` makes them")]
-    state = state_of(name, vocab_size)
-    if name.partition(":")[0] != "c4":
+    if is_megatron(name):
+        return [*checks, *_megatron(name, vocab_size)]
+    state = state_of(name, vocab_size, append_eod=scale.append_eod)
+    if name.partition(":")[0] != "c4" or name == TOY:
         wheels = [_prose(state.done), _technical()] if name != "synthetic" else []
         return [
             *checks,
@@ -55,6 +60,19 @@ def data_checks(scale: Scale, corpus: str | None = None) -> list[Check]:
     c4 = _c4(name, scale, how, state.bytes_left)
     tokenizer = [_llama_tokenizer()] if vocab_size == LLAMA_VOCAB else []
     return [*checks, c4, *tokenizer, _network(needs_hub(tokenizer))]
+
+
+def _megatron(name: str, vocab_size: int) -> list[Check]:
+    from mxfp4.data.packing_state import state_of
+
+    try:
+        state = state_of(name, vocab_size)
+    except UserError as error:
+        file, _, advice = str(error).partition(": ")
+        return [Check("corpus megatron", "missing", file, advice)]
+    advice = "" if state.done else "hashed and checked when it is first used, or by `mxfp4 prepare`"
+    text = Check("corpus megatron", "ok" if state.done else "note", state.text, advice)
+    return [text, Check("network", "ok", "not tried: the corpus is tokenized")]
 
 
 def needs_hub(tokenizer: list[Check]) -> list[str]:

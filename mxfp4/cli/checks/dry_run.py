@@ -120,7 +120,9 @@ def dry_run(
         check(ranks, machine.gpus)
     memory = memories(left, plan.scale, machine, ranks)
     at_a_time = plan.scale.jobs
-    packings = tuple(state_of(c, v) for c, v in sorted({(a.corpus, a.model.vocab_size) for a in left}))
+    packings = tuple(
+        state_of(c, v, append_eod=e) for c, v, e in sorted({(a.corpus, a.model.vocab_size, a.append_eod) for a in left})
+    )
     running = at_a_time * max(machine.gpus // ranks, 1)
     disk = _disk(left, packings, running, keep_weights, plan.scale.checkpoint_minutes)
     free = free_space(store.root)

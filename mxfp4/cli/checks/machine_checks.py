@@ -39,7 +39,7 @@ DRIVER_FILE = Path("/sys/module/amdgpu/version")
 def diagnose(scale: str = "cpu", corpus: str | None = None) -> list[Check]:
     """All checks for running `scale`, in the order they are shown. corpus: instead of the scale's, such as c4:768-799.
     UserError for an unknown one of either."""
-    chosen = get_scale(scale)
+    chosen = get_scale(scale).on_corpus(corpus)
     device = _device(scale)
     checks = [
         *_python(), *_packages(), *device, *_rocm(scale), *_node(chosen), _compiler(), _browser(),

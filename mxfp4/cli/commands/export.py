@@ -116,7 +116,7 @@ def _tokenizer(given: str | None, found):
     if found.tokenizer is not None:
         return tokenizer.load(found.tokenizer)
     try:
-        folder = folder_for(found.config.corpus, found.config.model.vocab_size)
+        folder = folder_for(found.config.corpus, found.config.model.vocab_size, append_eod=found.config.append_eod)
     except UserError:  # no such corpus here
         return None
     return tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None

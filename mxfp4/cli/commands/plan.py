@@ -139,7 +139,10 @@ def _train_command(args: argparse.Namespace) -> str:
     words = ["mxfp4", "train", "--scale", args.scale, *(("--plan", args.plan) if args.plan != "all" else ())]
     words += [w for arm in args.arm or () for w in ("--arm", arm)]
     words += [w for seed in args.seed or () for w in ("--seed", str(seed))]
-    return shlex.join(words + (["--corpus", args.corpus] if args.corpus else []))
+    words += ["--corpus", args.corpus] if args.corpus else []
+    words += [] if args.append_eod is None else [f"--{'' if args.append_eod else 'no-'}append-eod"]
+    factor = args.rope_scaling_factor
+    return shlex.join(words + ([] if factor is None else ["--rope-scaling-factor", f"{factor:g}"]))
 
 
 def _describe(arm, study=None) -> str:

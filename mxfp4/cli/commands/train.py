@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import fields, replace
 
 from mxfp4.errors import UserError
 
@@ -97,7 +98,6 @@ def add_tolerance_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _tolerance(args: argparse.Namespace):
-    from dataclasses import fields
 
     from mxfp4.studies.failures import Tolerance
 
@@ -144,7 +144,19 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="these recipes instead, in each setting of the plan; may be given again",
     )  # fmt: skip
     parser.add_argument("--seed", action="append", type=int, metavar="S", help="these seeds instead, as with --arm")
-    parser.add_argument("--corpus", help="this corpus instead, such as c4:768-895 for some shards of C4")
+    parser.add_argument(
+        "--corpus",
+        help="this corpus instead, such as c4:768-895 for some shards of C4, c4:toy for a trial, or "
+        "megatron:PREFIX,VALIDATION_PREFIX for Megatron's .bin and .idx",
+    )
+    parser.add_argument(
+        "--append-eod", action=argparse.BooleanOptionalAction, default=None,
+        help="put the end-of-document token after each document (default: the scale's; mi355x: no, as MLPerf's reference)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rope-scaling-factor", type=float, metavar="F",
+        help="Llama 3.1's scaling of RoPE: 8 as in MLPerf's reference, 1 for none (default: the scale's)",
+    )  # fmt: skip
     parser.add_argument(
         "--reduce-dtype", metavar="DTYPE",
         help="sum gradients over the GPUs in float32 (default) or bfloat16, as MLPerf's reference does; in a run's key",
@@ -153,14 +165,17 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def chosen_plan(args: argparse.Namespace, name: str | None = None):
     """The Plan that the options ask for; name: instead of theirs. UserError for what is unknown."""
-    from mxfp4.data.corpora import get_corpus
+    from mxfp4.data.corpora import check_name
     from mxfp4.studies.plans import plan  # imports torch
 
-    asked = {name: getattr(args, name, None) for name in ("corpus", "reduce_dtype")}
+    asked = {name: getattr(args, name, None) for name in ("corpus", "append_eod", "reduce_dtype")}
     overrides = {name: value for name, value in asked.items() if value is not None}
-    if args.corpus not in (None, "synthetic"):
-        get_corpus(args.corpus)  # refuses what is none
+    if args.corpus is not None:
+        check_name(args.corpus)
     chosen = plan(name or args.plan, args.scale, recipes=args.arm, seeds=args.seed, **overrides)
+    if (factor := args.rope_scaling_factor) is not None:
+        arms = tuple(replace(a, model=replace(a.model, rope_scaling_factor=factor)) for a in chosen.arms)
+        chosen = replace(chosen, arms=arms)
     if args.corpus is not None and name is None and all(a.corpus != args.corpus for a in chosen.arms):
         own = chosen.arms[0].corpus
         raise UserError(f"plan {args.plan!r} is about corpus {own!r} and has no arm on {args.corpus!r}")
@@ -241,8 +256,6 @@ def _kept(plan, store, device: str | None) -> str | None:
 
 def _as_asked(plan, args: argparse.Namespace):
     """The plan, executed as the options say: which changes no result and no key."""
-    from dataclasses import fields, replace
-
     from mxfp4.training.execution.choices import Execution
 
     asked = {f.name: value for f in fields(Execution) if (value := getattr(args, f.name, None)) is not None}
@@ -255,8 +268,6 @@ def _as_asked(plan, args: argparse.Namespace):
 
 
 def _dry_run(args: argparse.Namespace) -> int:
-    from dataclasses import replace
-
     from mxfp4.cli.checks.dry_run import dry_run
     from mxfp4.cli.checks.dry_run_text import as_json, text
 

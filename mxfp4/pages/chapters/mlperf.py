@@ -1,17 +1,20 @@
 """What can be recomputed from the public MLPerf logs: crossings, overheads, their uncertainty, speed.
 
-Inputs are `published.mlperf_curves` and `published.mlperf_results`; nothing here is a run of ours.
+Inputs are `published.mlperf_curves` and `published.mlperf_results`; nothing here is a run of ours. `deviations_frame`
+compares the settings of scale mi355x with the reference's.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import altair as alt
 import numpy as np
 import pandas as pd
 
 from mxfp4.analysis import published
+from mxfp4.analysis.deviations import deviations
 from mxfp4.analysis.token_efficiency import crossing, speedup
 from mxfp4.errors import UserError
 from mxfp4.pages.charts import PALETTE
@@ -27,6 +30,11 @@ def perplexity_frame(target: float) -> pd.DataFrame:
     rows = [("a log-perplexity (the benchmark's rules)", target, math.exp(target)),
             ("a perplexity (P1 and the press)", math.log(target), target)]  # fmt: skip
     return pd.DataFrame(rows, columns=["reading", "loss", "perplexity"])
+
+
+def deviations_frame() -> pd.DataFrame:
+    """point, reference, here, parameter, consequence: where scale mi355x differs from the MLPerf reference, or may."""
+    return pd.DataFrame([asdict(row) for row in deviations()])
 
 
 def crossings(curves: pd.DataFrame, target: float) -> dict[str, float]:

@@ -79,7 +79,9 @@ def test_missing_data_wheels_are_missing(monkeypatch, tmp_path):
     monkeypatch.setattr("mxfp4.data.prose_wheels.files", absent)
     assert status("corpus prose").status == "missing"
     assert "make data" in status("corpus prose").advice
-    monkeypatch.setattr("mxfp4.data.packing_state.state_of", lambda *a: Packing("prose", 2048, True, "packed", 0.0))
+    monkeypatch.setattr(
+        "mxfp4.data.packing_state.state_of", lambda *a, **k: Packing("prose", 2048, True, "packed", 0.0)
+    )
     assert status("corpus prose").status == "note"
 
 
@@ -268,7 +270,8 @@ def test_the_network_is_tried_for_what_must_come_from_it(node, monkeypatch):
     busy = status("network", "mi355x")
     assert busy.status == "missing" and "wait a few minutes" in busy.advice
     monkeypatch.setattr(
-        "mxfp4.data.packing_state.state_of", lambda *a: Packing("c4", 128256, True, "packed, 5 training tokens", 0.0)
+        "mxfp4.data.packing_state.state_of",
+        lambda *a, **k: Packing("c4", 128256, True, "packed, 5 training tokens", 0.0),
     )
     monkeypatch.delenv("MXFP4_LLAMA_TOKENIZER")
     checks = {c.name: c for c in machine_checks.diagnose("mi355x")}
