@@ -26,6 +26,7 @@ from mxfp4.layers.recipe import Operand, Recipe
 from mxfp4.numerics.operand_plan import PRESCALE, OperandPlan
 from mxfp4.numerics.ops import packed_operands
 from mxfp4.numerics.ops.block_quantize import scale_product
+from mxfp4.numerics.ops.fp8_block import gemm_fp8_block
 from mxfp4.numerics.ops.matmul import OUT_DTYPES, as_dtype, gemm, gemm_dtype
 from mxfp4.numerics.ops.rotate import rotated
 
@@ -45,6 +46,10 @@ def multiply(plan: GemmPlan, a: Quantized, b: Quantized, out_dtype: torch.dtype)
             a, b = along_contraction(a, plan.a), along_contraction(b, plan.b)
             sides = (*a, plan.a.elem, *b, plan.b.elem)
             return as_dtype(packed_operands.gemm_fp8(*sides, _own(out_dtype)), out_dtype)
+    if plan.units in ("fp8-block", "blocks"):
+        a, b = along_contraction(a, plan.a), along_contraction(b, plan.b)
+        made = gemm_fp8_block(*a, plan.a.block, *b, plan.b.block, _own(out_dtype), plan.units == "fp8-block")
+        return as_dtype(made, out_dtype)
     dtype, in_backward = gemm_dtype(a.data.device), plan.gemm != "fprop"
     a, b = values_of(a, plan.a, dtype, in_backward), values_of(b, plan.b, dtype, in_backward)
     prescaled = plan.a.prescaled + plan.b.prescaled

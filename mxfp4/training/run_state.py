@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mxfp4.data.known_entropy import KnownEntropy
 from mxfp4.errors import UserError
-from mxfp4.layers.linear import set_step, weights_kept
+from mxfp4.layers.linear import end_step, set_step, weights_kept
 from mxfp4.training import nonfinite
 from mxfp4.training.arm_model import in_recipe, initial_model
 from mxfp4.training.branch import Branch, kept
@@ -273,6 +273,7 @@ class Run:
         self.fetch()
         if self.status is not None:
             return
+        end_step(self.model)  # ranks share what they have seen before one of them writes it
         plain = {
             "config": self.config.to_dict(),
             "corpus": self.corpus.fingerprint,

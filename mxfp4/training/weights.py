@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from mxfp4.errors import UserError
+from mxfp4.numerics.ops.fp8_delayed import BUFFERS
 from mxfp4.training.checkpoints import checkpoint
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.execution.distributed import ALONE
@@ -58,7 +59,7 @@ def save(folder: Path, model: nn.Module, config: TrainConfig, tokenizer: Path | 
     tensors = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if not tensors:  # another rank than the first
         return
-    tensors = {name: t.contiguous() for name, t in tensors.items()}
+    tensors = {name: t.contiguous() for name, t in _weights(tensors).items()}
     if config.model.tie_embeddings:
         tensors.pop("output.weight", None)  # one tensor; the format refuses a second name for it
     work = folder.parent / f".{uuid.uuid4().hex}.tmp"
@@ -78,6 +79,11 @@ def save(folder: Path, model: nn.Module, config: TrainConfig, tokenizer: Path | 
         raise UserError(f"cannot write weights {folder}: {reason}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state_dict without the histories of delayed scaling, which belong to training in that recipe alone."""
+    return {name: t for name, t in tensors.items() if name.rpartition(".")[2] not in BUFFERS}
 
 
 def tokenizer_of(corpus: object) -> Path | None:
@@ -112,7 +118,7 @@ def load(folder: Path) -> Weights:
 def _from_checkpoint(path: Path) -> tuple[TrainConfig, dict[str, Tensor]]:
     if not path.is_dir():
         state = checkpoint.read(path)
-        return TrainConfig.from_dict(state["config"]), state["model"]
+        return TrainConfig.from_dict(state["config"]), _weights(state["model"])
     from mxfp4.training.checkpoints import sharded  # slow to import
 
     if problem := sharded.problem(path, ALONE):
