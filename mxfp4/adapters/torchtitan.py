@@ -42,7 +42,7 @@ from torchtitan.trainer import Trainer
 
 from mxfp4.errors import UserError
 from mxfp4.layers.convert import DEFAULT_SKIP
-from mxfp4.layers.linear import MXFP4Linear, _QuantizedLinear, set_step
+from mxfp4.layers.linear import MXFP4Linear, _QuantizedLinear, end_step, set_step
 from mxfp4.layers.quest import _Projection
 from mxfp4.layers.recipe import Recipe, layer_index, recipe
 
@@ -231,6 +231,8 @@ class MXFP4Trainer(Trainer):
         for part in self.model_parts:
             set_step(part, self.step, rank=rank)
         super().train_step(data_iterator)
+        for part in self.model_parts:
+            end_step(part)  # before a checkpoint
 
 
 def _with_recipe(base: Trainer.Config) -> MXFP4Trainer.Config:

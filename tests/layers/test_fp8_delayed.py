@@ -14,7 +14,12 @@ from mxfp4.errors import Notice
 from mxfp4.layers import plan as plans
 from mxfp4.layers.linear import end_step
 from mxfp4.numerics.ops.fp8_delayed import BUFFERS
+from mxfp4.training import weights
+from mxfp4.training.arm_model import in_recipe
+from mxfp4.training.branch import kept
+from mxfp4.training.evaluation import token_loss
 from mxfp4.training.loop import train
+from mxfp4.training.model import build_model
 from tests.fakes import FakeCorpus, tiny_config
 
 MAX = {"e4m3": 448.0, "e5m2": 57344.0}
@@ -193,7 +198,8 @@ def test_the_state_is_in_the_state_dict_of_this_recipe_alone():
     other = layer_of()
     other.load_state_dict(layer.state_dict())
     assert same(histories(layer), histories(other))
-    other.load_state_dict(layer_of("fp8").state_dict())  # of another recipe: keeps what it has seen
+    other.load_state_dict(layer_of("fp8").state_dict())  # of another recipe, which has no history
+    assert not any(b.any() for b in histories(other))
     assert same(histories(copy.deepcopy(layer)), histories(layer))
     assert layer.to(torch.bfloat16).amax_history.dtype == torch.float32
 
@@ -203,6 +209,32 @@ def test_from_the_meta_device_there_is_no_history():
         model = convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), "fp8+delayed")
     model.to_empty(device="cpu")
     assert [b.tolist() for b in model.buffers()] == [torch.zeros(shape).tolist() for shape in BUFFERS.values()]
+
+
+def test_a_branch_leaves_the_history_as_it_was_and_another_forward_shares_it():
+    config = tiny_config(recipe="fp8+delayed")
+    model = build_model(config.model, 0)
+    convert(model, config.recipe)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(0))
+    set_step(model, 1)
+    token_loss(model, tokens).backward()
+    end_step(model)
+    before = histories(model)
+    with kept(model, optimizer):
+        branch = in_recipe(model, config, "fp8+delayed-max")
+        set_step(branch, 2)
+        token_loss(branch, tokens).backward()
+        set_step(branch, 3)
+        assert not same(before, histories(model)) and same(histories(model), histories(branch))
+    assert same(before, histories(model)) and not histories(in_recipe(model, config, "fp8"))
+
+
+def test_kept_weights_have_no_history(tmp_path):
+    config = tiny_config(recipe="fp8+delayed")
+    model = convert(build_model(config.model, 0), config.recipe)
+    weights.save(tmp_path / "weights", model, config)
+    assert weights.load(tmp_path / "weights").tensors.keys() == dict(model.named_parameters()).keys()
 
 
 def test_a_training_that_names_no_step_is_told():
@@ -215,7 +247,6 @@ def test_a_training_that_names_no_step_is_told():
 
 
 def test_a_run_resumes_to_the_same_bytes(tmp_path):
-    """Its branch decays in another recipe and leaves the history of the run as it was."""
     config = tiny_config(recipe="fp8+delayed", micro_batches=2, steps=6)
     options = {"corpus": FakeCorpus(), "device": "cpu", "progress": False}
     straight = train(config, **options)

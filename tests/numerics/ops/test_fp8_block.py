@@ -146,7 +146,9 @@ def test_compiled_exported_and_fake():
     for how in ("eager", "compiled"):
         torch.manual_seed(0)
         layer = MXFP4Linear(128, 256, bias=False, recipe="fp8-block", fqn="a")
-        call = torch.compile(layer, fullgraph=True, backend="aot_eager_decomp_partition") if how == "compiled" else layer
+        call = (
+            torch.compile(layer, fullgraph=True, backend="aot_eager_decomp_partition") if how == "compiled" else layer
+        )
         y = call(x)
         y.square().sum().backward()
         results.append((y.detach(), layer.weight.grad))
