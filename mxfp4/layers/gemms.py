@@ -85,7 +85,8 @@ def _product(a: Quantized, b: Quantized, both_axes: int, prescaled: int, out_dty
     return rotated(y, both_axes, both=True, dtype=out_dtype) if both_axes else y
 
 
-# What diagnostics look at: (values, factor or None) of an operand, the contraction axis last
+# What diagnostics look at: (values, factor or None) of an operand, the contraction axis last. Delayed scales are then
+# those of a first step; values of FP8 in blocks are rounded to FP32 once more than in the layer's GEMMs.
 
 
 def quantized_operand(
@@ -111,8 +112,11 @@ def operand(
 
 def both_operands(t: Tensor, name: str, layer_recipe: Recipe, seed: Tensor | None) -> tuple[tuple, tuple]:
     """What the two GEMMs that read tensor `name` see of it, in the order of GEMMS, as values."""
-    plan = getattr(_layer_plan(layer_recipe, gemm_dtype(t.device), (False, False), (True, True), "values"), name)
-    made = quantize_tensor(t, plan, seed)
+    dtype = gemm_dtype(t.device)
+    plan = getattr(_layer_plan(layer_recipe, dtype, (False, False), (True, True), "values"), name)
+    made = [
+        values_of(x, p, dtype) for x, p in zip(quantize_tensor(t, plan, seed), (plan.first, plan.second), strict=True)
+    ]
     return tuple(tuple(_with_prescale(x, p)) for x, p in zip(made, (plan.first, plan.second), strict=True))
 
 

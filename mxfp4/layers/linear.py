@@ -24,7 +24,7 @@ from mxfp4.layers.quest import project
 from mxfp4.layers.recipe import Recipe, recipe
 from mxfp4.numerics.formats import check_float, one_of
 from mxfp4.numerics.ops.draws import LayerDraws, default_rank
-from mxfp4.numerics.ops.fp8_delayed import BUFFERS, PLACES, advance, delayed_amax
+from mxfp4.numerics.ops.fp8_delayed import BUFFERS, PLACES, advance, delayed_amax, see_amax
 from mxfp4.numerics.ops.matmul import as_dtype
 
 
@@ -73,7 +73,10 @@ _NOTHING = (None, None)
 def _amax(t: Tensor, tensor: str, algorithm: str, history: Tensor, seen: Tensor, dtype: torch.dtype, update: bool):
     """What the delayed scale of X, W or G in `dtype` is made of, FP32, 0-d; `update`: t's own maximum is counted."""
     row, _, place = PLACES[tensor]
-    return delayed_amax(seen, history, t.detach(), row, place, algorithm, dtype, update)
+    amax, own = delayed_amax(history, t.detach(), row, algorithm, dtype)
+    if update:
+        see_amax(seen, own, place)
+    return amax
 
 
 def _quantize_weight(

@@ -37,26 +37,32 @@ BUFFERS = {"amax_history": (3, HISTORY), "amax_forward": (2,), "amax_backward": 
 
 _library = torch.library.Library("mxfp4", "FRAGMENT")
 _ANY = "CompositeExplicitAutograd"
-_library.define(
-    "delayed_amax(Tensor(a!) seen, Tensor history, Tensor x, int row, int place, str algorithm, ScalarType dtype, "
-    "bool update) -> Tensor"
-)
+_library.define("delayed_amax(Tensor history, Tensor x, int row, str algorithm, ScalarType dtype) -> (Tensor, Tensor)")
+_library.define("see_amax(Tensor(a!) seen, Tensor amax, int place) -> ()")
 _library.define("fp8_of_amax(Tensor x, Tensor amax, str elem, ScalarType dtype) -> (Tensor, Tensor)")
 _library.define("fp8_codes_of_amax(Tensor x, Tensor amax, str elem) -> (Tensor, Tensor)")
 
 
 @torch.library.impl(_library, "delayed_amax", _ANY)
-def _delayed_amax(seen, history, x, row, place, algorithm, dtype, update):
-    now = largest_magnitude(x).to(dtype).float()
-    if update:
-        seen[place] = torch.maximum(seen[place], now)
+def _delayed_amax(history, x, row, algorithm, dtype):
+    now = largest_magnitude(x).to(dtype, copy=True).float()
     past = history[row].amax() if algorithm == "max" else history[row, 0]
-    return torch.where(past > 0, past, now)
+    return torch.where(past > 0, past, now), now
 
 
 @torch.library.register_fake("mxfp4::delayed_amax", lib=_library)
-def _delayed_amax_shape(seen, history, x, row, place, algorithm, dtype, update):
-    return history.new_empty(())
+def _delayed_amax_shape(history, x, row, algorithm, dtype):
+    return history.new_empty(()), history.new_empty(())
+
+
+@torch.library.impl(_library, "see_amax", _ANY)
+def _see_amax(seen, amax, place):
+    seen[place] = torch.maximum(seen[place], amax)
+
+
+@torch.library.register_fake("mxfp4::see_amax", lib=_library)
+def _see_amax_shape(seen, amax, place):
+    return None
 
 
 @torch.library.impl(_library, "fp8_of_amax", _ANY)
@@ -81,8 +87,10 @@ def _fp8_codes_of_amax_shape(x, amax, elem):
     return x.new_empty(x.shape, dtype=torch.uint8), amax.new_empty(())
 
 
-# The amax that x, once it is rounded to `dtype`, is scaled by: FP32, 0-d. `update`: its own enters `seen`.
+# (The amax that x, once it is rounded to `dtype`, is scaled by; x's own), FP32, 0-d.
 delayed_amax = torch.ops.mxfp4.delayed_amax.default
+# Counts an amax in what a step has seen. Apart from `delayed_amax`, which a compiler may compute again in a backward.
+see_amax = torch.ops.mxfp4.see_amax.default
 # (E4M3 or E5M2 values under an amax; the FP32 factor that undoes the scale).
 fp8_of_amax = torch.ops.mxfp4.fp8_of_amax.default
 # The same as codes, uint8 of x's shape, contiguous.

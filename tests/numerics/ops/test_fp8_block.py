@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxfp4 import MXFP4Linear
 from mxfp4.layers import plan as plans
+from mxfp4.layers.gemms import both_operands
+from mxfp4.layers.recipe import recipe
 from mxfp4.numerics.formats import E4M3
 from mxfp4.numerics.ops import fp8_block
 
@@ -130,6 +132,15 @@ def test_scales_are_applied_to_sums_over_a_block():
     assert torch.equal(got, expected)
     unscaled = fp8_block.fp8_block_values(qa, sa, "1d") @ fp8_block.fp8_block_values(qb, sb, "1d").t()
     assert torch.allclose(got, unscaled, rtol=1e-4, atol=1e-4) and not torch.equal(got, unscaled)
+
+
+def test_diagnostics_see_the_values_of_both_orientations():
+    t = torch.randn(128, 256)
+    for tensor, block in (("x", "1d"), ("w", "2d")):
+        for (value, factor), expected in zip(
+            both_operands(t, tensor, recipe("fp8-block"), None), (oracle(t, block), oracle(t.t(), block)), strict=True
+        ):
+            assert factor is None and torch.equal(value, (expected[0] * expected[1]).float())
 
 
 @pytest.mark.parametrize("features", [(192, 128), (128, 200)])
