@@ -37,7 +37,7 @@ from torch import Tensor
 from mxfp4.data.tokenizer import TextTokenizer
 from mxfp4.errors import UserError
 from mxfp4.layers import saved
-from mxfp4.layers.linear import MXFP4Linear, set_step
+from mxfp4.layers.linear import MXFP4Linear, end_step, set_step
 from mxfp4.layers.report import report
 from mxfp4.training.config import ModelConfig
 from mxfp4.training.model import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_CONTEXT
@@ -83,7 +83,7 @@ def forget(model) -> None:
 
 def set_step_callback() -> TrainerCallback:
     """A callback that makes the recipe's random numbers a function of the Trainer's step and rank, so that a resumed run draws
-    those of one that was not interrupted. Needs transformers. Training then raises ValueError for a model without a
+    those of one that was not interrupted, and ends the steps of delayed scaling. Needs transformers. Training then raises ValueError for a model without a
     converted layer."""
     from transformers import TrainerCallback
 
@@ -95,6 +95,9 @@ def set_step_callback() -> TrainerCallback:
 
         def on_step_begin(self, args, state, control, model=None, **kwargs):
             set_step(model, state.global_step + 1, rank=args.process_index)
+
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            end_step(model)  # before a checkpoint
 
     return SetStep()
 

@@ -33,7 +33,7 @@ from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.components.validate import Validator
 from torchtitan.distributed.parallel_dims import MeshAxisName
 from torchtitan.models.common.attention import FusedQKVLinear, QKVLinear
-from torchtitan.models.common.decoder_sharding import dense_activation_placement
+from torchtitan.models.common.decoder_sharding import dense_activation_placement, dense_param_placement
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.llama3 import config_registry
 from torchtitan.protocols.module import Module
@@ -42,9 +42,10 @@ from torchtitan.trainer import Trainer
 
 from mxfp4.errors import UserError
 from mxfp4.layers.convert import DEFAULT_SKIP
-from mxfp4.layers.linear import MXFP4Linear, _QuantizedLinear, set_step
+from mxfp4.layers.linear import MXFP4Linear, _QuantizedLinear, end_step, set_step
 from mxfp4.layers.quest import _Projection
 from mxfp4.layers.recipe import Recipe, layer_index, recipe
+from mxfp4.numerics.ops.fp8_delayed import BUFFERS
 
 TP = MeshAxisName.TP
 for function in (_QuantizedLinear, _Projection):  # no collectives in them: the boundary below says what they map
@@ -75,8 +76,10 @@ class TitanLinear(MXFP4Linear, Module):
                 rowwise = sharding.state_shardings["weight"].per_axis_spmd_types().get(TP) == spmd.S(1)
                 inside = dense_activation_placement(tp=spmd.S(-1) if rowwise else spmd.R)
                 gradient = dense_activation_placement(tp=spmd.S(-1) if rowwise else spmd.P)
+                histories = {b: dense_param_placement(tp=spmd.R) for b in BUFFERS if hasattr(layer, b)}
                 layer._sharding_config = replace(
                     sharding,
+                    state_shardings={**sharding.state_shardings, **histories},
                     in_src_shardings={"x": inside},
                     in_dst_shardings={"x": inside},
                     local_map=LocalMapConfig(in_grad_placements=(gradient,)),
@@ -218,6 +221,11 @@ class MXFP4Trainer(Trainer):
                 f"parallelism.spmd_backend={parallelism.spmd_backend!r} with tensor parallelism is not supported; "
                 "allowed: spmd_types"
             )
+        if parallelism.tensor_parallel_degree > 1 and recipe(config.recipe).is_delayed:
+            raise UserError(
+                f"recipe {config.recipe!r} with tensor_parallel_degree={parallelism.tensor_parallel_degree} is not "
+                "supported: delayed scaling keeps one history for a whole layer; use fp8, or a degree of 1"
+            )
         converter = MXFP4LinearConverter.Config(
             recipe=config.recipe, seed=config.recipe_seed, model_compile_enabled=config.compile.enable
         ).build()
@@ -231,6 +239,8 @@ class MXFP4Trainer(Trainer):
         for part in self.model_parts:
             set_step(part, self.step, rank=rank)
         super().train_step(data_iterator)
+        for part in self.model_parts:
+            end_step(part)  # before a checkpoint
 
 
 def _with_recipe(base: Trainer.Config) -> MXFP4Trainer.Config:

@@ -27,6 +27,7 @@ from mxfp4.numerics.gemm_backends.library import as_dtype, gemm, gemm_dtype
 from mxfp4.numerics.operand_plan import PRESCALE, OperandPlan
 from mxfp4.numerics.ops import packed_operands
 from mxfp4.numerics.ops.block_quantize import scale_product
+from mxfp4.numerics.ops.fp8_block import gemm_fp8_block
 from mxfp4.numerics.ops.matmul import OUT_DTYPES
 from mxfp4.numerics.ops.rotate import rotated
 
@@ -46,6 +47,10 @@ def multiply(plan: GemmPlan, a: Quantized, b: Quantized, out_dtype: torch.dtype)
             a, b = along_contraction(a, plan.a), along_contraction(b, plan.b)
             sides = (*a, plan.a.elem, *b, plan.b.elem)
             return as_dtype(packed_operands.gemm_fp8(*sides, _own(out_dtype)), out_dtype)
+    if plan.units in ("fp8-block", "blocks"):
+        a, b = along_contraction(a, plan.a), along_contraction(b, plan.b)
+        made = gemm_fp8_block(*a, plan.a.block, *b, plan.b.block, _own(out_dtype), plan.units == "fp8-block")
+        return as_dtype(made, out_dtype)
     dtype, in_backward = gemm_dtype(a.data.device), plan.gemm != "fprop"
     a, b = values_of(a, plan.a, dtype, in_backward), values_of(b, plan.b, dtype, in_backward)
     prescaled = plan.a.prescaled + plan.b.prescaled
@@ -81,7 +86,8 @@ def _product(a: Quantized, b: Quantized, both_axes: int, prescaled: int, out_dty
     return rotated(y, both_axes, both=True, dtype=out_dtype) if both_axes else y
 
 
-# What diagnostics look at: (values, factor or None) of an operand, the contraction axis last
+# What diagnostics look at: (values, factor or None) of an operand, the contraction axis last. Delayed scales are then
+# those of a first step; values of FP8 in blocks are rounded to FP32 once more than in the layer's GEMMs.
 
 
 def quantized_operand(
@@ -107,8 +113,11 @@ def operand(
 
 def both_operands(t: Tensor, name: str, layer_recipe: Recipe, seed: Tensor | None) -> tuple[tuple, tuple]:
     """What the two GEMMs that read tensor `name` see of it, in the order of GEMMS, as values."""
-    plan = getattr(_layer_plan(layer_recipe, gemm_dtype(t.device), (False, False), (True, True), "values"), name)
-    made = quantize_tensor(t, plan, seed)
+    dtype = gemm_dtype(t.device)
+    plan = getattr(_layer_plan(layer_recipe, dtype, (False, False), (True, True), "values"), name)
+    made = [
+        values_of(x, p, dtype) for x, p in zip(quantize_tensor(t, plan, seed), (plan.first, plan.second), strict=True)
+    ]
     return tuple(tuple(_with_prescale(x, p)) for x, p in zip(made, (plan.first, plan.second), strict=True))
 
 

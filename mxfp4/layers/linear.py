@@ -7,15 +7,18 @@ weights.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from mxfp4.errors import Notice
 from mxfp4.layers.gemms import multiply
 from mxfp4.layers.operands import Quantized, quantize_tensor
 from mxfp4.layers.plan import SAVES, LayerPlan, layer_plan, size_problem
@@ -25,6 +28,7 @@ from mxfp4.numerics.formats import check_float, one_of
 from mxfp4.numerics.gemm_backends.choice import requested
 from mxfp4.numerics.gemm_backends.library import as_dtype
 from mxfp4.numerics.ops.draws import LayerDraws, default_rank
+from mxfp4.numerics.ops.fp8_delayed import BUFFERS, PLACES, advance, delayed_amax, see_amax
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -39,17 +43,19 @@ class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x: Tensor, weight: Tensor, plan: LayerPlan, seed: Tensor | None, out_dtype: torch.dtype,
-        weight_cache: dict | None, places: tuple[int | None, ...], *made: Tensor,
+        weight_cache: dict | None, x_amax: Tensor | None, w_amax: Tensor | None, history: Tensor | None,
+        g_seen: Tensor | None, update: bool, places: tuple[int | None, ...], *made: Tensor,
     ):  # fmt: skip
-        x_fprop, x_wgrad = quantize_tensor(x, plan.x, seed)
+        x_fprop, x_wgrad = quantize_tensor(x, plan.x, seed, x_amax)
         if made:
             data, scale, data_dgrad, scale_dgrad = (None if i is None else made[i] for i in places)
             w_fprop, w_dgrad = Quantized(data, scale), Quantized(data_dgrad, scale_dgrad)
         else:
-            w_fprop, w_dgrad = _quantize_weight(weight, plan, seed, out_dtype, weight_cache)
+            w_fprop, w_dgrad = _quantize_weight(weight, plan, seed, out_dtype, weight_cache, w_amax)
         y = multiply(plan.fprop, x_fprop, w_fprop, out_dtype)
         ctx.save_for_backward(*(x_wgrad or _NOTHING), *(w_dgrad or _NOTHING), seed)
         ctx.plan, ctx.x_dtype, ctx.w_dtype, ctx.n_made = plan, x.dtype, weight.dtype, len(made)
+        ctx.history, ctx.g_seen, ctx.update = history, g_seen, update  # not saved: other backwards may change them
         return y
 
     @staticmethod
@@ -57,13 +63,16 @@ class _QuantizedLinear(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         x, x_scale, w, w_scale, seed = ctx.saved_tensors
         plan, grad_x, grad_w = ctx.plan, None, None
-        g_dgrad, g_wgrad = quantize_tensor(grad, plan.g, seed)
+        g_amax = None
+        if plan.g.amax is not None and ctx.history is not None:
+            g_amax = _amax(grad, "g", plan.g.amax, ctx.history, ctx.g_seen, grad.dtype, ctx.update)
+        g_dgrad, g_wgrad = quantize_tensor(grad, plan.g, seed, g_amax)
         if plan.dgrad is not None:
             grad_x = multiply(plan.dgrad, g_dgrad, Quantized(w, w_scale), ctx.x_dtype)
         if plan.wgrad is not None:
             accumulated = ctx.w_dtype if ctx.w_dtype == torch.bfloat16 else torch.float32
             grad_w = as_dtype(multiply(plan.wgrad, g_wgrad, Quantized(x, x_scale), accumulated), ctx.w_dtype)
-        return grad_x, grad_w, None, None, None, None, None, *(None,) * ctx.n_made
+        return grad_x, grad_w, *(None,) * (10 + ctx.n_made)
 
 
 _NOTHING = (None, None)
@@ -80,23 +89,41 @@ class WeightMade(NamedTuple):
 
 
 NOT_MADE = WeightMade(None, (), ())
+NOT_DELAYED = (None, None, None, None, False)
 
 
-def _quantize_weight(weight: Tensor, plan: LayerPlan, seed: Tensor | None, out_dtype: torch.dtype, cache: dict | None):
+def _amax(t: Tensor, tensor: str, algorithm: str, history: Tensor, seen: Tensor, dtype: torch.dtype, update: bool):
+    """What the delayed scale of X, W or G in `dtype` is made of, FP32, 0-d; `update`: t's own maximum is counted."""
+    row, _, place = PLACES[tensor]
+    amax, own = delayed_amax(history, t.detach(), row, algorithm, dtype)
+    if update:
+        see_amax(seen, own, place)
+    return amax
+
+
+def _quantize_weight(
+    weight: Tensor, plan: LayerPlan, seed: Tensor | None, out_dtype: torch.dtype, cache: dict | None,
+    amax: Tensor | None,
+):  # fmt: skip
     """`quantize_tensor` of W, from `cache` where that holds it and W has not changed since."""
     if cache is None or weight.is_inference():  # whose changes nothing counts
-        return quantize_tensor(as_dtype(weight, out_dtype), plan.w, seed)
+        return quantize_tensor(as_dtype(weight, out_dtype), plan.w, seed, amax)
     memory = weight.untyped_storage()  # held on to, so that no other weight gets its address
     place = (memory._cdata, weight.storage_offset(), weight.shape, weight.stride())
     key = (*place, weight.dtype, weight._version, plan.w, out_dtype)
     if key not in cache:
         cache.clear()
-        cache[key] = quantize_tensor(as_dtype(weight, out_dtype), plan.w, seed), memory
+        cache[key] = quantize_tensor(as_dtype(weight, out_dtype), plan.w, seed, amax), memory
     return cache[key][0]
 
 
 class MXFP4Linear(nn.Linear):
     """nn.Linear, its GEMMs quantized by a recipe. Same parameters, same shapes, same state_dict.
+
+    Recipes with delayed scaling add the buffers `amax_history`, `amax_forward` and `amax_backward`
+    (`numerics.ops.fp8_delayed`), to the state_dict as well; `set_step` ends a step of theirs. A state_dict without them
+    loads, as no history. Forwards in eval mode, or without gradients, use the history and add nothing to it. Under
+    DistributedDataParallel pass broadcast_buffers=False: it would replace what the ranks have seen by rank 0's.
 
     recipe: a recipe's name or a Recipe; `fqn`: the layer's full name, which picks the recipe's overrides and, with
     `n_layers`, whether it belongs to a tail in BF16, and with `seed`, the layer's random numbers. Every forward of a
@@ -129,6 +156,7 @@ class MXFP4Linear(nn.Linear):
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta", **options)
         layer.weight, layer.bias = linear.weight, linear.bias
         layer.draws.on(linear.weight.device)
+        layer._without_history(linear.weight.device)
         return layer.train(linear.training)
 
     def _configure(self, name, fqn: str, seed: int, n_layers: int) -> None:
@@ -138,9 +166,33 @@ class MXFP4Linear(nn.Linear):
         if problem:
             raise ValueError(f"layer {fqn or type(self).__name__!r}: {problem}")
         self.draws.on(self.weight.device)
+        self.last_step: int | None = None
+        """That `set_step` named last; of recipes with delayed scaling."""
+        if self.recipe.is_delayed:
+            for buffer, shape in BUFFERS.items():
+                self.register_buffer(buffer, torch.empty(shape, dtype=torch.float32, device="meta"))
+            self._without_history(self.weight.device)
+
+    def _without_history(self, device: torch.device) -> None:
+        """Forget the maxima of earlier steps, on `device`."""
+        for buffer, shape in BUFFERS.items() if "amax_history" in self._buffers else ():
+            self._buffers[buffer] = torch.zeros(shape, dtype=torch.float32, device=device)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        if "amax_history" in self._buffers and not any(prefix + buffer in state_dict for buffer in BUFFERS):
+            none = {prefix + b: torch.zeros(s, dtype=torch.float32, device="cpu") for b, s in BUFFERS.items()}
+            state_dict = {**state_dict, **none}
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn, recurse: bool = True):
+        before = {name: self._buffers[name] for name in BUFFERS if name in self._buffers}
         super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old.is_meta and not new.is_meta:  # `to_empty` leaves them undefined
+                new.zero_()
+            elif new.dtype != torch.float32:  # they stay FP32, whatever the weights are cast to
+                self._buffers[name] = old.to(new.device)
         own = next(self.parameters(), None)
         if own is not None:  # before a graph is captured or compiled
             self.draws.on(own.device)
@@ -193,12 +245,38 @@ class MXFP4Linear(nn.Linear):
             draws = self.training or self.draws_in_eval
             seed = self.draws.next(weight.device) if draws else self.draws.in_evaluation(weight.device)
         made = self.weight_made if self.weight_made is not None and self.weight_made.dtype == out_dtype else NOT_MADE
-        y = _QuantizedLinear.apply(flat, weight, plan, seed, out_dtype, self.weight_cache, made.places, *made.tensors)
+        amax = self._amaxes(flat, weight, plan, out_dtype) if self._delays(plan) else NOT_DELAYED
+        y = _QuantizedLinear.apply(
+            flat, weight, plan, seed, out_dtype, self.weight_cache, *amax, made.places, *made.tensors
+        )
         if padded != tokens:
             y = y[:tokens]
         if x.ndim != 2:
             y = y.reshape(*x.shape[:-1], out_features)
         return y if self.bias is None else y + as_dtype(self.bias, out_dtype)
+
+    def _delays(self, plan: LayerPlan) -> bool:
+        """Whether a scale comes from the history; a recipe that is only tried on the layer finds none."""
+        delayed = plan.x.amax or plan.w.amax or plan.g.amax
+        return delayed is not None and "amax_history" in self._buffers
+
+    def _amaxes(self, x: Tensor, weight: Tensor, plan: LayerPlan, dtype: torch.dtype) -> tuple:
+        """The last five arguments of `_QuantizedLinear`."""
+        update = self.training and torch.is_grad_enabled()
+        if update and self.last_step is None and not torch.compiler.is_compiling():
+            self.last_step = 0
+            warnings.warn(
+                f"recipe {self.recipe.name!r} scales by earlier steps: call mxfp4.set_step(model, step) before each one, "
+                "or it scales by the current maximum as fp8 does",
+                Notice,
+                stacklevel=3,
+            )
+        history, forward = self.amax_history, self.amax_forward
+        x_amax, w_amax = (
+            None if p.amax is None else _amax(t, p.tensor, p.amax, history, forward, dtype, update)
+            for t, p in ((x, plan.x), (weight, plan.w))
+        )
+        return x_amax, w_amax, history, self.amax_backward, update
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
@@ -209,13 +287,40 @@ def set_step(model: nn.Module, step: int, forwards: int = 0, rank: int | None = 
 
     forwards: how many of the step's forwards went before the next one. rank: of the process among those that share a
     step's batch; None is torch.distributed's, or 0. Draws of two ranks are independent.
+
+    Delayed scaling: where the step is another one than before, ends that one (`end_step`). All ranks call it then.
     """
+    delayed = [m for m in model.modules() if isinstance(m, MXFP4Linear) and "amax_history" in m._buffers]
+    if any(layer.last_step != step for layer in delayed):
+        end_step(model)
+        for layer in delayed:
+            layer.last_step = step
     rank = default_rank() if rank is None else rank
     layers = [m for m in model.modules() if isinstance(m, MXFP4Linear) and m.recipe.is_random]
     counts = [count for layer in layers if (count := layer.draws.set(step, forwards, rank)) is not None]
     if counts:  # all of them in a launch or two
         torch._foreach_zero_(counts)
         torch._foreach_add_(counts, layers[0].draws.position)
+
+
+def end_step(model: nn.Module) -> None:
+    """Delayed scaling: the maxima that the layers of `model` have seen since the last call become the newest entries of
+    their histories, over all ranks. For layers that saw none it changes nothing, so it may be called again.
+
+    Call it before a checkpoint is made on several ranks: until then each rank has seen its own. The maximum is over the
+    device mesh of a sharded weight (FSDP2, HSDP), else over all ranks, which must then have the same layers: pipeline
+    stages of unsharded layers are not supported.
+    """
+    states: dict[tuple, list[dict[str, Tensor]]] = {}
+    for m in model.modules():
+        if isinstance(m, MXFP4Linear) and "amax_history" in m._buffers and not m.amax_history.is_meta:
+            mesh = getattr(m.weight, "device_mesh", None)
+            states.setdefault((m.amax_history.device, mesh), []).append({b: m._buffers[b] for b in BUFFERS})
+    for (_, mesh), found in states.items():
+        groups: list = []
+        if dist.is_available() and dist.is_initialized():
+            groups = [None] if mesh is None else [mesh.get_group(i) for i in range(mesh.ndim)]
+        advance(found, groups)
 
 
 @contextmanager
@@ -250,10 +355,12 @@ def weights_made(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator
 
     dtype: that the forwards compute in, autocast's; None: each weight's. For the same layers as `weights_kept`, with the
     same results. Once a weight changes (an optimizer's step; any operation in place on it or on this rank's part of
-    it, seen at the model's next forward), no layer uses what was made. Costs the quantized weights' memory, and under
+    it, seen at the model's next forward), no layer uses what was made. Layers with delayed scaling take no part. Costs the quantized weights' memory, and under
     FSDP2 every parameter gathered from here on.
     """
-    layers = [m for m in model.modules() if isinstance(m, MXFP4Linear) and m.keepable]
+    layers = [
+        m for m in model.modules() if isinstance(m, MXFP4Linear) and m.keepable and not m.recipe.is_delayed
+    ]  # delayed scaling looks at the weight in each forward
     versions = [_version(layer.weight) for layer in layers]  # sharded: the gathered copies have one of their own
     sources = [layer.weight for layer in layers]
 

@@ -14,6 +14,9 @@ GEMMs of a recipe may differ in it. Everywhere else a GEMM reads values, and pac
 wait for it (`save="packed"`): 0.53 bytes an element (FP8: 1) in place of 2, unpacked when they are needed, the same
 values. What has no packed form (high precision, NVFP4, rotations along both axes, the prescale) is held as values on
 every chip, and so is the partner of such an operand in its GEMM.
+
+FP8 in blocks of 128 waits as codes and FP32 scales on every chip: no 16-bit value holds a code times such a scale, and
+the GEMM applies scales to the product of each block of K, on the chip's units or as `ops/fp8_block.py` emulates them.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from mxfp4.numerics.gemm_backends.library import gemm_dtype
 from mxfp4.numerics.hadamard import Hadamard
 from mxfp4.numerics.native import compile_time_constant, fp8_path
 from mxfp4.numerics.operand_plan import OperandPlan
+from mxfp4.numerics.ops.fp8_block import is_available as fp8_block_available
+from mxfp4.numerics.ops.fp8_delayed import ALGORITHMS
 from mxfp4.numerics.philox import random_signs
 
 SAVES = ("values", "packed")
@@ -74,6 +79,8 @@ class TensorPlan:
     second: OperandPlan | None
     """As the GEMM that contracts axis 0 reads it."""
     stored: OperandPlan | None = None
+    amax: str | None = None
+    """How its scale follows from the history of its maxima (`numerics.ops.fp8_delayed`); None: it has none."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,8 @@ class GemmPlan:
     a: OperandPlan
     b: OperandPlan
     units: str
-    """mx, fp8: the chip's units for packed operands; library: the library's GEMM of values."""
+    """mx, fp8, fp8-block: the chip's units for packed operands; blocks: emulates the last; library: the library's GEMM
+    of values."""
     both_axes: int
     """Size of the rotation along both axes that its product is still in; 0: none."""
 
@@ -135,21 +143,34 @@ class LayerPlan:
 
 
 def _columns(plan: OperandPlan) -> tuple[str, ...]:
-    blocks = plan.format in ("mxfp4", "mxfp8", "nvfp4")
+    blocks = plan.format in ("mxfp4", "mxfp8", "nvfp4", "fp8-block")
     rotation = f"both axes {plan.both_axes}" if plan.both_axes else "-"
     if plan.rotation is not None:
         rotation = f"h{plan.hadamard}" + ("", " fixed signs", " random signs")[plan.sign_kind]
     form = "packed" if plan.dtype is None else str(plan.dtype).removeprefix("torch.")
     return (
-        plan.format + (f" {plan.elem}" if plan.format in ("fp8", "mxfp8") else ""),
+        plan.format + (f" {plan.elem}" if plan.format in ("fp8", "mxfp8", "fp8-block") else ""),
         plan.block if blocks else "-",
-        (plan.scale_rule + " of 3/4" * plan.prescaled) if plan.format.startswith("mx") else "-",
+        _rule(plan),
         plan.rounding,
         rotation,
         str(plan.axis),
         form + (", transposed" if plan.transposed else ""),
         str(plan.stream) if plan.is_random else "-",
     )
+
+
+def _rule(plan: OperandPlan) -> str:
+    if plan.format.startswith("mx"):
+        return plan.scale_rule + " of 3/4" * plan.prescaled
+    if plan.format == "fp8-block":
+        return plan.scale_rule
+    return f"delayed {plan.scale_rule}" if is_delayed(plan) else "-"
+
+
+def is_delayed(plan: OperandPlan) -> bool:
+    """Whether an operand is FP8 whose scale comes from a history of maxima."""
+    return plan.scale_rule in ALGORITHMS
 
 
 # The decision
@@ -161,7 +182,8 @@ def layer_plan(
 ) -> LayerPlan:
     """The plan of a layer with `recipe` (no overrides) on `device`; needs_grad: of X, of W. `save`: one of SAVES.
     nearest: where the recipe rounds stochastically, round to nearest."""
-    native = matmul_path(device) == "native", fp8_path(device) == "native"
+    blocks = any(op.format == "fp8-block" for op in recipe.operands().values())
+    native = matmul_path(device) == "native", fp8_path(device) == "native", blocks and fp8_block_available(device)
     backends = described(device) if native[0] else ""
     return _layer_plan(recipe, gemm_dtype(device), native, needs_grad, save, nearest, backends)
 
@@ -177,6 +199,7 @@ def _layer_plan(recipe: Recipe, values_dtype, native, needs_grad, save, nearest=
     def tensor_plan(tensor: str, needed: tuple[bool, bool]) -> TensorPlan:
         first, second = READERS[tensor]
         one, two = operands[first, tensor], operands[second, tensor]
+        amax = one.delayed or two.delayed
         saved = save == "packed" and tensor != "g"  # the second waits for the backward
         packed = units[first] != "library", units[second] != "library" or (saved and packable(two))
         plans = [
@@ -185,17 +208,18 @@ def _layer_plan(recipe: Recipe, values_dtype, native, needs_grad, save, nearest=
         ]
         if not all(needed):
             return TensorPlan(tensor, "each", *(_alone(p, units[g]) if n else None
-                                                for p, n, g in zip(plans, needed, (first, second), strict=True)))  # fmt: skip
+                                                for p, n, g in zip(plans, needed, (first, second), strict=True)),
+                              amax=amax)  # fmt: skip
         again = recipe.requantize and tensor != "g"
         if one == two and per_tensor(one) and units[first] == units[second] == "fp8":
-            return TensorPlan(tensor, "codes", *(p.but(transposed=False) for p in plans))
+            return TensorPlan(tensor, "codes", *(p.but(transposed=False) for p in plans), amax=amax)
         if one == two and serves_both(one):
-            return TensorPlan(tensor, "once", *plans, plans[0].but(dtype=None) if any(packed) else plans[0])
+            return TensorPlan(tensor, "once", *plans, plans[0].but(dtype=None) if any(packed) else plans[0], amax)
         same_blocks = one.block_size == two.block_size and plans[0].both_axes == plans[1].both_axes
         if one_read(one) and one_read(two) and same_blocks and not again:
             return TensorPlan(tensor, "pair", *plans)
         plans = [_alone(p, units[g]) for p, g in zip(plans, (first, second), strict=True)]
-        return TensorPlan(tensor, "again" if again else "each", *plans)
+        return TensorPlan(tensor, "again" if again else "each", *plans, amax=amax)
 
     x, w, g = tensor_plan("x", (True, need_w)), tensor_plan("w", (True, need_x)), tensor_plan("g", (need_x, need_w))
 
@@ -221,17 +245,24 @@ def _operand_plan(operands: dict, gemm: str, tensor: str, dtype: torch.dtype | N
         block=op.block,
         # The floor rule's scale of t puts 3/4 t in [3, 6) of it: that is rceil's scale of 3/4 t, but for a block whose
         # maximum is a power of two, where rceil takes the half of it, and does not clip either.
-        scale_rule="rceil" if op.prescaled else op.scale_rule,
+        scale_rule="rceil" if op.prescaled else _scales(op),
         rounding=op.rounding,
         rotation=None if op.two_sided else ROTATION[op.hadamard],
         both_axes=ROTATION[op.hadamard].size if op.two_sided else 0,
         prescaled=op.prescaled,
         stream=STREAMS[READERS[tensor][0] if op.transposable else gemm, tensor],
         axis=axis,
-        dtype=torch.float32 if op.format == "fp32" else dtype,
+        dtype=torch.float32 if op.format == "fp32" or (op.format == "fp8-block" and dtype is not None) else dtype,
         transposed=serves_both(op) and axis == 0,
     )
     return OperandPlan.parse(plan.text)
+
+
+def _scales(op: Operand) -> str:
+    """OperandPlan.scale_rule: of FP8 it says where scales that are not the tensor's own come from."""
+    if op.format == "fp8-block":
+        return "pow2" if op.pow2_scales else "fp32"
+    return op.delayed or op.scale_rule
 
 
 def _alone(plan: OperandPlan, units: str) -> OperandPlan:
@@ -251,7 +282,7 @@ def serves_both(op: Operand) -> bool:
 
 def one_read(op: Operand) -> bool:
     """Whether one kernel can make this operand beside its sister, of the same kind of blocks."""
-    return op.block_size > 1 and not op.transposable
+    return op.block_size > 1 and not op.transposable and op.format != "fp8-block"
 
 
 def packable(op: Operand) -> bool:
@@ -264,8 +295,10 @@ def takes_packed(pair: Gemm, mx: bool, fp8: bool) -> bool:
     return _units(pair, mx, fp8) != "library"
 
 
-def _units(pair: Gemm, mx: bool, fp8: bool) -> str:
+def _units(pair: Gemm, mx: bool, fp8: bool, fp8_block: bool = False) -> str:
     """GemmPlan.units of two operands on such a chip."""
+    if all(op.format == "fp8-block" and not op.two_sided for op in (pair.a, pair.b)):
+        return "fp8-block" if fp8_block else "blocks"
     if per_tensor(pair.a) and per_tensor(pair.b):  # E5M2 twice is the one pairing that no library has
         return "fp8" if fp8 and not pair.a.elem == pair.b.elem == "e5m2" else "library"
     return "mx" if mx and all(op.is_mx and packable(op) for op in (pair.a, pair.b)) else "library"

@@ -26,8 +26,11 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
-from mxfp4.numerics.formats import one_of
+from mxfp4.numerics.formats import BLOCK, one_of
 from mxfp4.numerics.hadamard import SIZES
+from mxfp4.numerics.nvfp4 import NV_BLOCK
+from mxfp4.numerics.ops.fp8_block import SIDE
+from mxfp4.numerics.ops.fp8_delayed import ALGORITHMS
 from mxfp4.numerics.ops.quantize import BLOCKS
 from mxfp4.numerics.rounding import ROUNDINGS
 from mxfp4.numerics.scale_rules import SCALE_RULES
@@ -35,7 +38,7 @@ from mxfp4.numerics.scale_rules import SCALE_RULES
 GEMMS = ("fprop", "dgrad", "wgrad")
 TENSORS = {"fprop": ("x", "w"), "dgrad": ("g", "w"), "wgrad": ("g", "x")}
 ELEMS_OF = {"fp32": (None,), "bf16": (None,), "fp8": ("e4m3", "e5m2"), "mxfp8": ("e4m3", "e5m2"),
-            "mxfp4": (None,), "nvfp4": (None,)}  # fmt: skip
+            "mxfp4": (None,), "nvfp4": (None,), "fp8-block": ("e4m3",)}  # fmt: skip
 FORMATS = tuple(ELEMS_OF)
 FP4 = ("mxfp4", "nvfp4")
 ROTATIONS = tuple(f"{kind}{size}" for kind in ("h", "rht", "frht", "hh") for size in SIZES)
@@ -46,12 +49,12 @@ class Operand:
     """How one operand of one GEMM is quantized. Raises ValueError for any value that is not listed here."""
 
     format: str = "bf16"
-    """fp32 (as it comes), bf16, fp8 (one FP32 scale a tensor), mxfp8 or mxfp4 (E8M0 scale a block of 32), nvfp4
-    (E4M3 scale a block of 16, one FP32 scale a tensor)."""
+    """fp32 (as it comes), bf16, fp8 (one FP32 scale a tensor), fp8-block (FP32 scale a block of 128, DeepSeek-V3), mxfp8
+    or mxfp4 (E8M0 scale a block of 32), nvfp4 (E4M3 scale a block of 16, one FP32 scale a tensor)."""
     elem: str | None = None
     """e4m3 or e5m2 for the FP8 formats, None elsewhere."""
     block: str = "1d"
-    """1d: 1x32 along the contraction axis; 2d: 32x32 (nvfp4: 1x16 and 16x16)."""
+    """1d: 1x32 along the contraction axis; 2d: 32x32 (nvfp4: 1x16 and 16x16; fp8-block: 1x128 and 128x128)."""
     scale_rule: str = "even"
     """floor, even, ceil, rceil, for the mx formats; `even` is what ROCm Transformer Engine runs."""
     rounding: str = "nearest"
@@ -61,6 +64,11 @@ class Operand:
     hhN: Sylvester along both axes, undone on the product, so that square blocks keep serving both orientations."""
     prescaled: bool = False
     """Elements times 3/4 after the floor rule took its scale, 4/3 on the product: nothing clips (Tseng et al.)."""
+    delayed: str | None = None
+    """most_recent or max: FP8's scale comes from that of a history of maxima (`numerics.ops.fp8_delayed`). None: from the
+    tensor itself."""
+    pow2_scales: bool = False
+    """fp8-block: scales are rounded up to powers of two."""
 
     def __post_init__(self):
         one_of("format", self.format, FORMATS)
@@ -73,6 +81,14 @@ class Operand:
             raise ValueError(
                 f"prescaled needs format 'mxfp4' and scale_rule 'floor', got {self.format!r}, {self.scale_rule!r}"
             )
+        one_of("delayed", self.delayed, (None, *ALGORITHMS))
+        if self.delayed and (self.format, self.rounding, self.hadamard) != ("fp8", "nearest", None):
+            raise ValueError(
+                f"delayed needs format 'fp8', rounding 'nearest' and no hadamard, got {self.format!r}, "
+                f"{self.rounding!r}, {self.hadamard!r}"
+            )
+        if self.pow2_scales and self.format != "fp8-block":
+            raise ValueError(f"pow2_scales needs format 'fp8-block', got {self.format!r}")
 
     @property
     def is_mx(self) -> bool:
@@ -81,7 +97,7 @@ class Operand:
     @property
     def block_size(self) -> int:
         """Elements that share a scale along an axis; 1 for formats without blocks."""
-        return 32 if self.is_mx else 16 if self.format == "nvfp4" else 1
+        return {"mxfp8": BLOCK, "mxfp4": BLOCK, "nvfp4": NV_BLOCK, "fp8-block": SIDE}.get(self.format, 1)
 
     @property
     def two_sided(self) -> bool:
@@ -100,6 +116,10 @@ class Operand:
         parts = [self.format if self.elem is None else f"{self.format} {self.elem}"]
         if self.block_size > 1:
             parts += [self.block, self.scale_rule] if self.is_mx else [self.block]
+        if self.pow2_scales:
+            parts.append("pow2")
+        if self.delayed:
+            parts.append(f"delayed {self.delayed}")
         if self.rounding == "stochastic":
             parts.append("sr")
         if self.prescaled:
@@ -157,6 +177,8 @@ class Recipe:
             raise ValueError(f"recipe {self.name!r}: requantize has no meaning with a rotation, which differs by GEMM")
         if self.quest and (self.requantize or self.fprop != Gemm()):
             raise ValueError(f"recipe {self.name!r}: quest projects X and W, so fprop takes them in bf16 as they are")
+        for part in (self, *self.overrides):
+            _one_history(part)
 
     def for_layer(
         self, fqn: str, n_layers: int = 0, *, index: int | None = None, aliases: tuple[str, ...] = ()
@@ -194,6 +216,11 @@ class Recipe:
     @property
     def is_random(self) -> bool:
         return any(op.is_random for op in self.operands().values())
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether an operand is scaled by a history, which is then state of the layer."""
+        return any(op.delayed for op in self.operands().values())
 
     def to_nearest(self) -> Recipe:
         """The same recipe, rounding to nearest wherever it rounds stochastically."""
@@ -245,6 +272,16 @@ class Recipe:
         if self.bf16_tail:
             lines.append(f"  last {self.bf16_tail:.0%} of the layers in bf16")
         return "\n".join(lines)
+
+
+def _one_history(part: Recipe | Override) -> None:
+    """ValueError where the two operands of a tensor take their scale from its history in two ways."""
+    for tensor in "xwg":
+        ops = (op for g in GEMMS for t, op in zip(TENSORS[g], (getattr(part, g).a, getattr(part, g).b), strict=True)
+               if t == tensor)  # fmt: skip
+        ways = sorted({op.delayed for op in ops if op.delayed})
+        if len(ways) > 1:
+            raise ValueError(f"tensor {tensor!r} is delayed in two ways, {ways[0]!r} and {ways[1]!r}; allowed is one")
 
 
 BLOCK_LISTS = ("layers", "layer", "h", "blocks", "block")
@@ -299,18 +336,21 @@ def _plain(part: Recipe | Override | Gemm | Operand) -> dict:
     return found
 
 
-# Composition. A modifier changes the FP4 operands of a recipe, or some of them, and nothing else.
+# Composition. A modifier changes the operands of a recipe in one format, FP4 as a rule, or some of them.
 
 
 def _gemms(x: Operand, w: Operand, g: Operand) -> dict[str, Gemm]:
     return {"fprop": Gemm(x, w), "dgrad": Gemm(g, w), "wgrad": Gemm(g, x)}
 
 
-def _change(r: Recipe, gemms: tuple[str, ...] = GEMMS, tensors: str = "xwg", **changes) -> Recipe:
-    """`r` with `changes` in its FP4 operands among `gemms` and `tensors`; ValueError where there is none to change."""
-    reached = [(g, t) for (g, t), op in r.operands().items() if g in gemms and t in tensors and op.format in FP4]
+def _change(
+    r: Recipe, gemms: tuple[str, ...] = GEMMS, tensors: str = "xwg", formats: tuple[str, ...] = FP4, **changes
+) -> Recipe:
+    """`r` with `changes` in its operands among `gemms`, `tensors` and `formats`; ValueError where there is none."""
+    reached = [(g, t) for (g, t), op in r.operands().items() if g in gemms and t in tensors and op.format in formats]
     if not reached:
-        raise ValueError("none of the operands that it would change is in FP4")
+        wanted = "FP4" if formats == FP4 else " or ".join(formats)
+        raise ValueError(f"none of the operands that it would change is in {wanted}")
     if "hadamard" in changes and any(r.operands()[key].hadamard for key in reached):
         raise ValueError("those operands have a rotation already; allowed is one")
     new = {}
@@ -324,6 +364,9 @@ def _change(r: Recipe, gemms: tuple[str, ...] = GEMMS, tensors: str = "xwg", **c
 _FP8 = _gemms(Operand("fp8", "e4m3"), Operand("fp8", "e4m3"), Operand("fp8", "e5m2"))
 _MXFP4 = _gemms(*[Operand("mxfp4")] * 3)
 _MXFP8 = _gemms(Operand("mxfp8", "e4m3"), Operand("mxfp8", "e4m3"), Operand("mxfp8", "e4m3"))
+_FP8_BLOCK = _gemms(
+    Operand("fp8-block", "e4m3"), Operand("fp8-block", "e4m3", block="2d"), Operand("fp8-block", "e4m3")
+)
 _QUERY_KEY = "*.wq|*.wk|*.q_proj|*.k_proj"
 
 
@@ -335,6 +378,7 @@ BASES: dict[str, dict[str, Gemm]] = {
     "fp32": _gemms(*[Operand("fp32")] * 3),
     "bf16": _gemms(*[Operand("bf16")] * 3),
     "fp8": _FP8,
+    "fp8-block": _FP8_BLOCK,
     "mxfp8": _MXFP8,
     "mxfp4-fprop": _scope("fprop"),
     "mxfp4-dgrad": _scope("dgrad"),
@@ -357,6 +401,9 @@ MODIFIERS: dict[str, Callable[[Recipe], Recipe]] = {
     "qk8": lambda r: replace(r, overrides=(*r.overrides, Override(_QUERY_KEY, **_MXFP8))),
     "double": lambda r: replace(r, requantize=True),
     "quest": lambda r: replace(r, fprop=Gemm(), quest=True),
+    "delayed": lambda r: _change(r, formats=("fp8",), delayed="most_recent"),
+    "delayed-max": lambda r: _change(r, formats=("fp8",), delayed="max"),
+    "pow2": lambda r: _change(r, formats=("fp8-block",), pow2_scales=True),
     "tail15": lambda r: replace(r, bf16_tail=0.15),
     **{rule: lambda r, rule=rule: _change(r, scale_rule=rule) for rule in SCALE_RULES},
     **{h: lambda r, h=h: _change(r, hadamard=h) for h in ROTATIONS},
@@ -378,6 +425,8 @@ _SCOPES = ("mxfp4-fprop", "mxfp4-fprop-dgrad", "mxfp4")
 RECIPES = (
     "bf16",
     "fp8",
+    "fp8+delayed",
+    "fp8-block",
     *_SCOPES,
     *(f"{scope}+{stabiliser}" for scope in _SCOPES for stabiliser in ("sr", "rht16", "h16", "h32")),
     "ti2d",

@@ -35,6 +35,7 @@ from mxfp4.layers.linear import MXFP4Linear
 from mxfp4.layers.plan import takes_packed
 from mxfp4.layers.recipe import Gemm, Operand
 from mxfp4.numerics.formats import BLOCK, elem_format
+from mxfp4.numerics.ops.fp8_block import SIDE
 from mxfp4.training.config import TrainConfig
 from mxfp4.training.execution.attention import COPIES
 from mxfp4.training.execution.choices import Execution
@@ -359,8 +360,11 @@ class _Step:
     def _size(self, op: Operand, gemm: Gemm) -> float:
         """Bytes of an element of `op` that waits for `gemm`."""
         if takes_packed(gemm, *self.native):
-            return elem_format(op.elem or "e2m1").bits / 8 + (1 / BLOCK if op.is_mx else 0)
-        return 4 if op.format == "fp32" else self.b
+            scales = 1 / BLOCK if op.is_mx else 0.0
+            if op.format == "fp8-block":  # FP32
+                scales = 4 / SIDE if op.block == "1d" else 4 / SIDE**2
+            return elem_format(op.elem or "e2m1").bits / 8 + scales
+        return 4 if op.format in ("fp32", "fp8-block") else self.b
 
     def _work(self) -> list[Term]:
         """The most that a block has in work beside what it keeps: its w2, in the forward or when computed again."""

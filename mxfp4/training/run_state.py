@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mxfp4.data.known_entropy import KnownEntropy
 from mxfp4.errors import UserError
-from mxfp4.layers.linear import set_step, weights_kept, weights_made
+from mxfp4.layers.linear import end_step, set_step, weights_kept, weights_made
 from mxfp4.numerics.version import SEMANTICS_VERSION
 from mxfp4.training import nonfinite
 from mxfp4.training.arm_model import in_recipe, initial_model
@@ -321,6 +321,7 @@ class Run:
         self.fetch()
         if self.status is not None:
             return
+        end_step(self.model)  # ranks share what they have seen before one of them writes it
         plain = {
             "config": self.config.to_dict(),
             "semantics_version": SEMANTICS_VERSION,

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from mxfp4.errors import UserError
+from mxfp4.numerics.ops.fp8_delayed import BUFFERS
 from mxfp4.training.checkpoints import checkpoint
 from mxfp4.training.checkpoints.durable_files import why
 from mxfp4.training.config import TrainConfig
@@ -58,7 +59,7 @@ def save(folder: Path, model: nn.Module, config: TrainConfig, tokenizer: Path | 
     tensors = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if not tensors:  # another rank than the first
         return
-    tensors = {name: t.contiguous() for name, t in tensors.items()}
+    tensors = {name: t.contiguous() for name, t in _weights(tensors).items()}
     if config.model.tie_embeddings:
         tensors.pop("output.weight", None)  # one tensor; the format refuses a second name for it
     work = folder.parent / f".{uuid.uuid4().hex}.tmp"
@@ -78,6 +79,11 @@ def save(folder: Path, model: nn.Module, config: TrainConfig, tokenizer: Path | 
         raise UserError(f"cannot write weights {folder}: {reason}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state_dict without the histories of delayed scaling, which belong to training in that recipe alone."""
+    return {name: t for name, t in tensors.items() if name.rpartition(".")[2] not in BUFFERS}
 
 
 def tokenizer_of(corpus: object) -> Path | None:

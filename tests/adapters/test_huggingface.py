@@ -204,11 +204,12 @@ def test_gradient_checkpointing_changes_nothing(tmp_path):
     assert all(torch.equal(found[False][1][name], value) for name, value in found[True][1].items())
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
-    straight = a_llama("mxfp4+sr")
+@pytest.mark.parametrize("name", ["mxfp4+sr", "fp8+delayed"])
+def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path):
+    straight = a_llama(name)
     trained(straight, tmp_path / "straight", 4)
-    trained(a_llama("mxfp4+sr"), tmp_path / "stopped", 2)
-    resumed = a_llama("mxfp4+sr")
+    trained(a_llama(name), tmp_path / "stopped", 2)
+    resumed = a_llama(name)
     trained(resumed, tmp_path / "stopped", 4, resume=True)
     assert all(torch.equal(straight.state_dict()[name], value) for name, value in resumed.state_dict().items())
 

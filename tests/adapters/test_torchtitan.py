@@ -226,6 +226,18 @@ def a_run(tmp_path, steps: int, out: str, name: str = "mxfp4+rht16"):
     return trainer, weights
 
 
+def test_histories_of_delayed_scaling_are_resumed(cpu_for_cuda, tmp_path):
+    def histories(trainer):
+        return {n: b for n, b in trainer.model_parts[0].named_buffers() if n.endswith("amax_history")}
+
+    straight, weights = a_run(tmp_path, 3, "straight", "fp8+delayed")
+    assert len(histories(straight)) == 6 * 5 and all(b[:, :3].all() for b in histories(straight).values())
+    a_run(tmp_path, 2, "stopped", "fp8+delayed")
+    again, resumed = a_run(tmp_path, 3, "stopped", "fp8+delayed")
+    assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+    assert all(torch.equal(b, histories(again)[name]) for name, b in histories(straight).items())
+
+
 def test_the_trainer_trains_and_a_resumed_run_is_the_uninterrupted_one(cpu_for_cuda, tmp_path):
     trainer, straight = a_run(tmp_path, 4, "straight")
     some = next(iter(layers(trainer.model_parts[0]).values()))
@@ -240,6 +252,13 @@ def test_tensor_parallelism_outside_spmd_types_is_refused():
     config = replace(base, parallelism=replace(base.parallelism, tensor_parallel_degree=2, spmd_backend="full_dtensor"))
     with pytest.raises(UserError, match="spmd_backend='full_dtensor'"):
         titan.MXFP4Trainer(config)
+
+
+def test_delayed_scaling_of_split_layers_is_refused():
+    base = titan.llama3_debugmodel()
+    split = replace(base.parallelism, tensor_parallel_degree=2, spmd_backend="spmd_types")
+    with pytest.raises(UserError, match=r"'fp8\+delayed' with tensor_parallel_degree=2 is not supported"):
+        titan.MXFP4Trainer(replace(base, recipe="fp8+delayed", parallelism=split))
 
 
 def _two_layers(rank: int, world: int, name: str, results) -> None:

@@ -8,8 +8,13 @@ from mxfp4 import RECIPES, Gemm, Operand, Recipe, recipe
 from mxfp4.layers.recipe import BASES, GEMMS, MODIFIERS, TI2D
 from mxfp4.training.config import ModelConfig, TrainConfig
 
+BASE_OF = {"delayed": "fp8", "delayed-max": "mxfp4-fprop", "pow2": "fp8-block"}
+"""{modifier: a base that it changes} of those that change no FP4 operand."""
 
-@pytest.mark.parametrize("name", [*RECIPES, *BASES, *(f"mxfp4+{m}" for m in MODIFIERS), "mxfp4+2d+rceil+sr-grad"])
+
+@pytest.mark.parametrize(
+    "name", [*RECIPES, *BASES, *(f"{BASE_OF.get(m, 'mxfp4')}+{m}" for m in MODIFIERS), "mxfp4+2d+rceil+sr-grad"]
+)
 def test_every_name_parses_and_round_trips(name):
     made = recipe(name)
     assert made.name == name
@@ -39,6 +44,25 @@ def test_a_stabiliser_changes_one_field_of_the_mxfp4_operands_only(stabiliser, f
         for key, before in plain.items():
             after = dataclasses.replace(before, **{field: value}) if before.format == "mxfp4" else before
             assert changed[key] == after
+
+
+def test_delayed_scaling_changes_fp8_operands_alone():
+    assert {op.delayed for op in recipe("fp8+delayed").operands().values()} == {"most_recent"}
+    mixed = recipe("mxfp4-fprop+delayed-max")
+    assert {key[0]: op.delayed for key, op in mixed.operands().items()} == {
+        "fprop": None,
+        "dgrad": "max",
+        "wgrad": "max",
+    }
+    assert mixed.is_delayed and not recipe("fp8").is_delayed
+    assert str(recipe("fp8+delayed").fprop.a) == "fp8 e4m3 delayed most_recent"
+
+
+def test_fp8_block_is_deepseeks_blocks():
+    blocks = {(t, op.format, op.elem, op.block, op.block_size) for (_, t), op in recipe("fp8-block").operands().items()}
+    assert blocks == {(t, "fp8-block", "e4m3", "2d" if t == "w" else "1d", 128) for t in "xwg"}
+    assert all(op.pow2_scales for op in recipe("fp8-block+pow2").operands().values())
+    assert str(recipe("fp8-block+pow2").fprop.b) == "fp8-block e4m3 2d pow2"
 
 
 def test_sr_grad_touches_gradients_and_h16_wgrad_one_gemm():
@@ -114,6 +138,15 @@ def test_a_configuration_is_keyed_by_the_content_of_its_recipe():
     (lambda: Operand("mxfp4", rounding="odd"), ("odd", "nearest", "stochastic")),
     (lambda: Operand("mxfp4", hadamard="h8"), ("h8", "h16", "rht16")),
     (lambda: Operand("mxfp4", prescaled=True), ("even", "floor")),
+    (lambda: Operand("fp8-block", "e5m2"), ("e5m2", "e4m3")),
+    (lambda: Operand("fp8", "e4m3", delayed="mean"), ("mean", "most_recent", "max")),
+    (lambda: Operand("fp8", "e4m3", delayed="max", rounding="stochastic"), ("stochastic", "nearest")),
+    (lambda: Operand("fp8", "e4m3", pow2_scales=True), ("fp8-block", "'fp8'")),
+    (lambda: recipe("mxfp4+delayed"), ("delayed", "fp8")),
+    (lambda: recipe("fp8+pow2"), ("pow2", "fp8-block")),
+    (lambda: recipe("fp8-block+sr"), ("sr", "FP4")),
+    (lambda: Recipe("x", fprop=recipe("fp8+delayed").fprop, wgrad=recipe("fp8+delayed-max").wgrad),
+     ("'x'", "'max'", "'most_recent'", "allowed is one")),
     (lambda: Recipe("x", bf16_tail=1.5), ("1.5", "[0, 1)")),
     (lambda: recipe("mxfp4+double+h16"), ("double", "rotation")),
     (lambda: Gemm(Operand("mxfp4", hadamard="h16"), Operand("mxfp4")), ("h16", "None")),

@@ -22,9 +22,9 @@ def made(monkeypatch):
     counts = []
     honest = linear.quantize_tensor
 
-    def counted(t, plan, seed):
+    def counted(t, plan, seed, amax=None):
         counts.extend(["w"] * (plan.tensor == "w"))
-        return honest(t, plan, seed)
+        return honest(t, plan, seed, amax)
 
     monkeypatch.setattr(linear, "quantize_tensor", counted)
     return counts
@@ -48,7 +48,7 @@ def gradients(recipe, keep, parts=3):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["mxfp4+h16", "mxfp4+sr-grad", "mxfp4+sr", "mxfp4+rht16", "fp8", "mxfp4+2d", "nvfp4"]
+    "recipe", ["mxfp4+h16", "mxfp4+sr-grad", "mxfp4+sr", "mxfp4+rht16", "fp8", "fp8+delayed", "mxfp4+2d", "nvfp4"]
 )
 def test_kept_weights_change_no_bit(recipe, made):
     plain = gradients(recipe, keep=False)

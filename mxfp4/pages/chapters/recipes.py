@@ -22,6 +22,12 @@ SOURCES = {
     "quartet": "Quartet",
     "mxfp4+h16+tail15": "P1's, with a BF16 tail",
 }
+FP8_SOURCES = {
+    "fp8": "P1, current scaling",
+    "fp8+delayed": "Transformer Engine, AMD's MLPerf runs",
+    "fp8-block": "DeepSeek-V3",
+}
+"""The FP8 recipes that an FP4 recipe may be compared with."""
 
 
 def recipes_frame(names: Sequence[str]) -> pd.DataFrame:
@@ -30,7 +36,11 @@ def recipes_frame(names: Sequence[str]) -> pd.DataFrame:
     for name in names:
         made = recipe(name)
         rows.append(
-            {"recipe": name, "source": SOURCES.get(name, ""), **{g: _pair(getattr(made, g)) for g in GEMMS}}
+            {
+                "recipe": name,
+                "source": (SOURCES | FP8_SOURCES).get(name, ""),
+                **{g: _pair(getattr(made, g)) for g in GEMMS},
+            }
             | ({"fprop": "mxfp4 1d h32, scale by spread"} if made.quest else {})
             | {"besides": _besides(made)}
         )

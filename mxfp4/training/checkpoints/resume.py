@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mxfp4.errors import Notice, UserError
+from mxfp4.numerics.ops.fp8_delayed import BUFFERS
 from mxfp4.training.checkpoints import checkpoint
 from mxfp4.training.checkpoints.durable_files import free_space, why
 from mxfp4.training.execution.distributed import Ranks
@@ -33,12 +34,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Every tensor that a run goes on from, under a name that no sharding changes: parameters, and AdamW's state,
-    which is made where a first step has not made it yet."""
+    """Every tensor that a run goes on from, under a name that no sharding changes: parameters, the buffers of delayed
+    scaling, and AdamW's state, which is made where a first step has not made it yet."""
     reshard = getattr(model, "reshard", None)
     if callable(reshard):
         reshard()  # after an evaluation FSDP leaves the root's parameters gathered, not those that are trained
-    found = {}
+    found = {f"model.{name}": b for name, b in model.named_buffers() if name.rpartition(".")[2] in BUFFERS}
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
         if not state:

@@ -16,7 +16,11 @@ def test_two_sided_rotations_cancel_in_all_three_products(size):
 
 
 def test_recipes_are_shown_as_their_operands():
-    frame = recipe_tables.recipes_frame([*recipe_tables.SOURCES, "ti2d"]).set_index("recipe")
+    names = [*recipe_tables.FP8_SOURCES, *recipe_tables.SOURCES, "ti2d"]
+    frame = recipe_tables.recipes_frame(names).set_index("recipe")
+    assert frame.loc["fp8+delayed", "dgrad"] == "fp8 e5m2 delayed most_recent | fp8 e4m3 delayed most_recent"
+    assert frame.loc["fp8-block", "fprop"] == "fp8-block e4m3 1d | fp8-block e4m3 2d"
+    assert frame.loc["fp8-block", "source"] == "DeepSeek-V3"
     assert frame.loc["tseng", "fprop"] == "bf16" and frame.loc["tseng", "wgrad"] == "mxfp4 1d floor sr x3/4 rht64"
     assert frame.loc["quartet", "fprop"] == "mxfp4 1d h32, scale by spread"
     assert frame.loc["mxfp4+h16+tail15", "besides"] == "last 15% of the layers in bf16"

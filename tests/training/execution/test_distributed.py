@@ -12,6 +12,7 @@ import torch
 
 from mxfp4.errors import UserError
 from mxfp4.layers import linear
+from mxfp4.layers.linear import end_step
 from mxfp4.training.execution import cross_entropy
 from mxfp4.training.execution.distributed import Ranks
 from mxfp4.training.loop import train
@@ -26,6 +27,7 @@ ARMS = {
     "random": {"recipe": "mxfp4+sr", "steps": 1},
     "signs, recomputed": {"recipe": "mxfp4+rht16", "steps": 1},
     "per tensor": {"recipe": "fp8", "steps": 1},
+    "delayed": {"recipe": "fp8+delayed", "steps": 1},
     "compiled": {"recipe": "mxfp4+h16", "steps": 1},
     "experts, tied": {
         "recipe": "mxfp4+sr",
@@ -60,8 +62,9 @@ def compiled(ranks, folder):
 
 def scenario(ranks, folder):
     for name in ARMS:
-        if name != "compiled":
+        if name not in ("compiled", "delayed"):
             keep(ranks, folder / name, run(name))
+    delayed(ranks, folder)
     compiled(ranks, folder)
     choices(ranks, folder)
     poisoned(ranks, folder)
@@ -75,9 +78,9 @@ def choices(ranks, folder):
     """Weights made once a step beside those made for each part; gradients summed in BF16."""
     honest, made = linear.quantize_tensor, []
 
-    def counted(t, plan, seed):
+    def counted(t, plan, seed, *amax):
         made.extend(["w"] * (plan.tensor == "w"))
-        return honest(t, plan, seed)
+        return honest(t, plan, seed, *amax)
 
     linear.quantize_tensor, cross_entropy.CHUNK = counted, 12
     found = {}
@@ -93,6 +96,17 @@ def choices(ranks, folder):
         run("compiled", weights_once=True)
     if ranks.rank == 0:
         torch.save(found, folder / "choices")
+
+
+def delayed(ranks, folder):
+    """Each rank has seen the maxima of its own parts; then all know the largest."""
+    result = run("delayed")
+    assert any(ranks.any(bool((mine != first).any()))[0] for mine, first in zip(
+        result.model.buffers(), ranks.agree(list(result.model.buffers())), strict=True))  # fmt: skip
+    end_step(result.model)
+    keep(ranks, folder / "delayed", result)
+    if ranks.rank == 0:
+        torch.save(dict(result.model.named_buffers()), folder / "histories")
 
 
 def poisoned(ranks, folder):
@@ -140,6 +154,17 @@ def test_two_ranks_compute_what_one_computes(two_ranks, name):
     else:  # the errors of one step are the input of the next: a smooth model, few steps
         assert one.outcome["final_loss"] == pytest.approx(two["outcome"]["final_loss"], rel=1e-4)
     assert len(two["windows"]) == 5
+
+
+def test_the_histories_of_delayed_scaling_are_those_of_one_rank(two_ranks):
+    """A rank divides its loss by half as many parts, so G is twice as large there, exactly."""
+    model = run("delayed").model
+    end_step(model)
+    ours = {name: b for name, b in model.named_buffers() if name.endswith("amax_history")}
+    assert len(ours) == 14
+    for name, history in ours.items():
+        assert torch.equal(history * torch.tensor([[1.0], [1.0], [2.0]]), two_ranks["histories"][name]), name
+        assert history[:, 0].all() and not history[:, 1:].any()
 
 
 def test_sharded_blocks_share_their_compiled_code(two_ranks):

@@ -13,9 +13,9 @@ from mxfp4.training.model import build_model
 from tests.fakes import TINY
 
 
-def two_parts(every, *, compiled=False, layers=3, **changes):
-    """Losses, gradients and counters after the forward and backward of two parts."""
-    model = convert(build_model(replace(TINY, n_layers=layers, **changes), 0), "mxfp4+sr")
+def two_parts(every, *, compiled=False, layers=3, recipe="mxfp4+sr", **changes):
+    """Losses, gradients, counters and histories after the forward and backward of two parts."""
+    model = convert(build_model(replace(TINY, n_layers=layers, **changes), 0), recipe)
     recompute_every(model, every)
     if compiled:
         torch._dynamo.reset()
@@ -29,7 +29,7 @@ def two_parts(every, *, compiled=False, layers=3, **changes):
         (loss if balance is None else loss + balance).backward()
         losses.append(loss.detach())
     counters = [m.draws.state for m in model.modules() if isinstance(m, MXFP4Linear)]
-    return [*losses, *(p.grad for p in model.parameters()), *counters]
+    return [*losses, *(p.grad for p in model.parameters()), *counters, *model.buffers()]
 
 
 def same(a, b):
@@ -46,6 +46,10 @@ def test_eager(every, experts):
 
 def test_compiled():
     assert same(two_parts(0, compiled=True, layers=1), two_parts(1, compiled=True, layers=1))
+
+
+def test_histories_of_delayed_scaling():
+    assert same(two_parts(0, recipe="fp8+delayed"), two_parts(1, recipe="fp8+delayed"))
 
 
 def test_fewer_activations_are_kept():
