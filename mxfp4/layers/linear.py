@@ -74,6 +74,15 @@ def _quantize_weight(weight: Tensor, plan: LayerPlan, seed: Tensor | None, out_d
     return cache[key][0]
 
 
+def _is_known(condition: bool) -> bool:
+    """`condition` on sizes; of symbolic ones, whether it holds at every size: a question that leaves no guard."""
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
+
+    return statically_known_true(condition)
+
+
 class MXFP4Linear(nn.Linear):
     """nn.Linear, its GEMMs quantized by a recipe. Same parameters, same shapes, same state_dict.
 
@@ -157,13 +166,15 @@ class MXFP4Linear(nn.Linear):
             raise ValueError(
                 f"layer {self.fqn or type(self).__name__!r}: x of shape {tuple(x.shape)} must end in in_features={in_features}"
             )
-        weight, grad = self.weight, torch.is_grad_enabled()
+        weight, grad = self.weight, torch.is_grad_enabled() and not torch.compiler.is_exporting()
         plan = self.plan(weight.device, (grad and x.requires_grad, grad and weight.requires_grad))
         tokens = x.numel() // in_features
         flat = as_dtype(x if x.ndim == 2 else x.reshape(tokens, in_features), out_dtype)
-        padded = max(-(-tokens // plan.token_multiple), 1) * plan.token_multiple
-        if padded != tokens:  # zero tokens add nothing to any of the three products
-            flat = nn.functional.pad(flat, (0, 0, 0, padded - tokens))
+        # `tokens` plus a remainder: a compiler knows that this is no less than `tokens`, at any size of them.
+        padding = plan.token_multiple if _is_known(tokens == 0) else -tokens % plan.token_multiple
+        aligned = _is_known(padding == 0)
+        if not aligned:  # zero tokens add nothing to any of the three products
+            flat = nn.functional.pad(flat, (0, 0, 0, padding))
         if self.recipe.quest:
             flat, weight = project(flat, out_dtype), project(weight, out_dtype)
         seed = None
@@ -171,7 +182,7 @@ class MXFP4Linear(nn.Linear):
             draws = self.training or self.draws_in_eval
             seed = self.draws.next(weight.device) if draws else self.draws.in_evaluation(weight.device)
         y = _QuantizedLinear.apply(flat, weight, plan, seed, out_dtype, self.weight_cache)
-        if padded != tokens:
+        if not aligned:
             y = y[:tokens]
         if x.ndim != 2:
             y = y.reshape(*x.shape[:-1], out_features)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mxfp4.layers.plan import TensorPlan
-from mxfp4.numerics.operand_plan import PRESCALE, OperandPlan
+from mxfp4.numerics.operand_plan import OperandPlan, inverse_prescale
 from mxfp4.numerics.ops import packed_operands
 from mxfp4.numerics.ops.block_quantize import bf16_values, fp8_per_tensor, fp8_scale, quantize_operands
 from mxfp4.numerics.ops.matmul import gemm_dtype
@@ -49,7 +49,7 @@ def quantize_tensor(t: Tensor, plan: TensorPlan, seed: Tensor | None) -> tuple[Q
     if plan.read == "again":
         value, factor = values_of(one, first, gemm_dtype(t.device))
         t = value if factor is None else value * factor
-        t = t * (1 / PRESCALE) if first.prescaled else t
+        t = t * inverse_prescale() if first.prescaled else t
     return one, None if second is None else quantize_operand(t, second, seed)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
+from mxfp4.errors import UserError
 from mxfp4.numerics.ops.block_quantize import draw_seed
 
 FORWARDS_A_STEP = 1 << 20
@@ -89,8 +90,13 @@ class LayerDraws:
         """The seed of the next forward, int64 []; inside a checkpoint's second forward that of its first.
 
         Raises RuntimeError where the first forward cannot be told: in nested checkpoints, and in a second forward that
-        no known checkpoint runs, after several forwards.
+        no known checkpoint runs, after several forwards. Raises UserError in torch.export.
         """
+        if torch.compiler.is_exporting():
+            raise UserError(
+                f"layer {self.name!r} draws random numbers in training, and an exported program cannot count them. Call "
+                "model.eval() before torch.export, or use a recipe without random numbers."
+            )
         state = self.on(device)
         if torch.compiler.is_compiling():
             return draw_seed(state)
