@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from mxfp4.layers import parallel
 from mxfp4.layers.gemms import multiply
 from mxfp4.layers.operands import Quantized, quantize_tensor
-from mxfp4.layers.plan import SAVES, LayerPlan, layer_plan, size_problem
+from mxfp4.layers.plan import SAVES, LayerPlan, layer_plan, size_problem, token_multiple
 from mxfp4.layers.quest import project
 from mxfp4.layers.recipe import Recipe, recipe
 from mxfp4.numerics.formats import check_float, one_of
-from mxfp4.numerics.ops.draws import LayerDraws, default_rank
+from mxfp4.numerics.ops.draws import LayerDraws, distributed_runs
 from mxfp4.numerics.ops.matmul import as_dtype
 
 
@@ -158,15 +159,26 @@ class MXFP4Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         check_float(x)
+        if x.shape[-1:] != (self.weight.shape[1],):
+            raise ValueError(
+                f"layer {self.fqn or type(self).__name__!r}: x of shape {tuple(x.shape)} must end in "
+                f"in_features={self.weight.shape[1]}"
+            )
+        if parallel.is_dtensor(self.weight) or parallel.is_dtensor(x):
+            name = self.fqn or type(self).__name__
+            multiple = token_multiple(self.recipe)
+            y = parallel.multiply_shards(x, self.weight, self.recipe, multiple, name, self._product)
+        else:
+            y = self._product(x, self.weight)
+        return y if self.bias is None else y + as_dtype(self.bias, y.dtype)
+
+    def _product(self, x: Tensor, weight: Tensor, seed_offset: int = 0) -> Tensor:
+        """X W^T of plain tensors: this rank's shards, where the layer is split among several."""
         device = x.device.type
         autocast = torch.is_autocast_enabled(device)
         out_dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
-        out_features, in_features = self.weight.shape  # of this rank's part, where the layer is split among several
-        if x.shape[-1:] != (in_features,):
-            raise ValueError(
-                f"layer {self.fqn or type(self).__name__!r}: x of shape {tuple(x.shape)} must end in in_features={in_features}"
-            )
-        weight, grad = self.weight, torch.is_grad_enabled() and not torch.compiler.is_exporting()
+        out_features, in_features = weight.shape
+        grad = torch.is_grad_enabled() and not torch.compiler.is_exporting()
         plan = self.plan(weight.device, (grad and x.requires_grad, grad and weight.requires_grad))
         tokens = x.numel() // in_features
         flat = as_dtype(x if x.ndim == 2 else x.reshape(tokens, in_features), out_dtype)
@@ -181,12 +193,11 @@ class MXFP4Linear(nn.Linear):
         if plan.is_random:
             draws = self.training or self.draws_in_eval
             seed = self.draws.next(weight.device) if draws else self.draws.in_evaluation(weight.device)
+            seed = seed + seed_offset if seed_offset else seed
         y = _QuantizedLinear.apply(flat, weight, plan, seed, out_dtype, self.weight_cache)
         if not aligned:
             y = y[:tokens]
-        if x.ndim != 2:
-            y = y.reshape(*x.shape[:-1], out_features)
-        return y if self.bias is None else y + as_dtype(self.bias, out_dtype)
+        return y if x.ndim == 2 else y.reshape(*x.shape[:-1], out_features)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
@@ -196,9 +207,11 @@ def set_step(model: nn.Module, step: int, forwards: int = 0, rank: int | None = 
     """Make the random numbers of every MXFP4Linear a function of (seed, layer, rank, step, forwards of it): resumable.
 
     forwards: how many of the step's forwards went before the next one. rank: of the process among those that share a
-    step's batch; None is torch.distributed's, or 0. Draws of two ranks are independent.
+    step's batch; None is torch.distributed's, or 0. Draws of two ranks are independent. Under tensor parallelism the
+    ranks that split a weight have one rank here: what they all compute draws alike, their shards draw independently.
     """
-    rank = default_rank() if rank is None else rank
+    if rank is None:
+        rank = parallel.data_rank(model) if distributed_runs() else 0
     layers = [m for m in model.modules() if isinstance(m, MXFP4Linear) and m.recipe.is_random]
     counts = [count for layer in layers if (count := layer.draws.set(step, forwards, rank)) is not None]
     if counts:  # all of them in a launch or two

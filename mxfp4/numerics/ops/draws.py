@@ -29,10 +29,9 @@ _KEPT = "_mxfp4_seeds"
 """Attribute of a checkpoint's frame or context: {draws of a layer: seeds, in order}."""
 
 
-def default_rank() -> int:
-    """The rank of this process where torch.distributed runs, else 0."""
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if there else 0
+def distributed_runs() -> bool:
+    """Whether this process is one of torch.distributed's."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 class LayerDraws:
