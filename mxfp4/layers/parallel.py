@@ -138,7 +138,8 @@ def data_rank(model: nn.Module) -> int:
     rank = torch.distributed.get_rank()
     before_fsdp: dict[int, Any] = {}
     for module in model.modules():
-        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+        get_state: Any = getattr(module, "_get_fsdp_state", None)
+        state = get_state() if get_state else None
         for group in getattr(state, "_fsdp_param_groups", ()):
             for held in group.fsdp_params:  # torch 2.13: the spec is None for what was a plain tensor
                 spec = getattr(held, "_unsharded_dtensor_spec", None)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import tempfile
 import traceback
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -185,11 +187,143 @@ def fsdp_around_tensor_parallelism(ranks):
         assert random[0].draws.rank == (0 if shape == (1, 2) else ranks.rank)
 
 
+# Draws of data-parallel ranks
+
+RANDOM = ("mxfp4+sr", "mxfp4+rht16")
+STEPS = 40
+
+
+def independent(ranks, noise: torch.Tensor) -> bool:
+    """Whether the noise [steps, ...] of two ranks is uncorrelated: then the variance of their mean is half of one's.
+
+    The products of both ranks' noise, one number a step, have mean 0: |t| < 5 fails once in 80,000 tries with 40 steps.
+    Equal noise gives |t| beyond 20.
+    """
+    noise = noise - noise.mean(0)
+    a, b = ranks.gather(noise)
+    each = (a * b).flatten(1).sum(1)
+    return bool((each.mean() / each.std() * STEPS**0.5).abs() < 5) and bool((a * a).sum() > 0)
+
+
+def plain(recipe: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return convert(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), recipe)
+
+
+def offloaded(model, ranks):
+    return fully_shard(model, mesh=ranks.mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def mixed(model, ranks):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return fully_shard(model, mesh=ranks.mesh, mp_policy=policy)
+
+
+def prepared(model, ranks):
+    from accelerate import Accelerator
+
+    wrapped = Accelerator(cpu=True).prepare(model)
+    assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
+    return wrapped
+
+
+WRAPPERS = {
+    "DDP": lambda model, ranks: nn.parallel.DistributedDataParallel(model),
+    "DDP static graph": lambda model, ranks: nn.parallel.DistributedDataParallel(model, static_graph=True),
+    "DDP unused": lambda model, ranks: nn.parallel.DistributedDataParallel(model, find_unused_parameters=True),
+    "FSDP2": lambda model, ranks: fully_shard(model, mesh=ranks.mesh),
+    "FSDP2 mixed": mixed,
+    "FSDP2 offloaded": offloaded,
+    "accelerate": prepared,
+}
+
+
+def trained(model, wrapped, first: int, last: int) -> list[torch.Tensor]:
+    """Output of each micro-batch, two a step; gradients add up and are summed over the ranks."""
+    found = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(first, last):
+        set_step(wrapped, step)
+        for _ in range(2):
+            y = wrapped(data(32, 64)[0])
+            y.float().square().mean().backward()
+            found.append(y.detach().float())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@check
+def ranks_draw_independently_and_again_under_each_framework(ranks):
+    for name, wrap in WRAPPERS.items():
+        for recipe in RANDOM:
+            model = plain(recipe)
+            wrapped = wrap(model, ranks)
+            found = trained(model, wrapped, 0, STEPS // 2)
+            assert not torch.equal(found[0], found[1]), name
+            assert independent(ranks, torch.stack(found)), (name, recipe)
+            again = plain(recipe)
+            assert same(found[-4:], trained(again, wrap(again, ranks), STEPS // 2 - 2, STEPS // 2)), (name, recipe)
+
+
+@check
+def gradients_over_ranks_are_the_mean_of_each_ranks_own(ranks):
+    alone = []
+    for rank in range(2):
+        model = plain("mxfp4+sr")
+        set_step(model, 5, rank=rank)
+        for _ in range(2):
+            model(data(32, 64)[0]).square().mean().backward()
+        alone.append([p.grad for p in model.parameters()])
+    expected = [(a + b) / 2 for a, b in zip(*alone, strict=True)]
+    for name in ("DDP", "DDP unused", "FSDP2", "FSDP2 offloaded", "accelerate"):
+        model = plain("mxfp4+sr")
+        wrapped = WRAPPERS[name](model, ranks)
+        set_step(wrapped, 5)
+        for _ in range(2):
+            wrapped(data(32, 64)[0]).square().mean().backward()
+        assert near(expected, [whole(p.grad) for p in model.parameters()]), name
+
+
+@check
+def the_trainer_of_transformers(ranks):
+    from transformers import Trainer, TrainingArguments
+
+    from mxfp4.adapters.huggingface import set_step_callback
+
+    class Regression(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.outputs = plain("mxfp4+sr"), []
+
+        def forward(self, x, labels=None):
+            y = self.layers(x)
+            self.outputs.append(y.detach())
+            return {"loss": (y - labels).square().mean()}
+
+    def outputs() -> torch.Tensor:
+        model = Regression()
+        rows = [{"x": row, "labels": row} for row in data(32, 64)[0][:1].expand(16, 64)]
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = TrainingArguments(
+                folder, max_steps=STEPS, learning_rate=0.0, per_device_train_batch_size=2, use_cpu=True, report_to=[],
+                save_strategy="no", logging_strategy="no", disable_tqdm=True,
+            )  # fmt: skip
+            assert arguments.world_size == 2
+            Trainer(model, arguments, train_dataset=rows, callbacks=[set_step_callback()]).train()
+        return torch.stack(model.outputs)
+
+    found = outputs()
+    assert independent(ranks, found) and torch.equal(found, outputs())
+
+
 # One start
 
 
 def _run(ranks, folder) -> None:
     found = {}
+    os.environ |= {"RANK": str(ranks.rank), "LOCAL_RANK": str(ranks.rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # as torchrun sets: accelerate reads them
     for name, function in CHECKS.items():
         try:
             function(ranks)
