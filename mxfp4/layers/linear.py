@@ -11,16 +11,16 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mxfp4.layers import parallel
 from mxfp4.layers.gemms import multiply
 from mxfp4.layers.operands import Quantized, quantize_tensor
 from mxfp4.layers.plan import SAVES, LayerPlan, layer_plan, size_problem, token_multiple
-from mxfp4.layers.quest import project
+from mxfp4.layers.quest import first_derivative, project
 from mxfp4.layers.recipe import Recipe, recipe
 from mxfp4.numerics.formats import check_float, one_of
+from mxfp4.numerics.ops import vmap
 from mxfp4.numerics.ops.draws import LayerDraws, distributed_runs
 from mxfp4.numerics.ops.matmul import as_dtype
 
@@ -46,7 +46,7 @@ class _QuantizedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable  # what it keeps is quantized: a second derivative would miss X and W without a word
+    @first_derivative  # what it keeps is quantized: a second derivative would miss X and W without a word
     def backward(ctx, grad: Tensor):
         x, x_scale, w, w_scale, seed = ctx.saved_tensors
         plan, grad_x, grad_w = ctx.plan, None, None
@@ -60,6 +60,39 @@ class _QuantizedLinear(torch.autograd.Function):
 
 
 _NOTHING = (None, None)
+
+
+class _TransformedLinear(torch.autograd.Function):
+    """`_QuantizedLinear` under torch.func, whose functions keep inputs alone: the backward quantizes X and W again, with
+    the same draws, hence to the same bytes. A backward needs both gradients, as nested transforms hide what does not."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, plan: LayerPlan, seed: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        x_fprop, w_fprop = quantize_tensor(x, plan.x, seed)[0], quantize_tensor(weight, plan.w, seed)[0]
+        return multiply(plan.fprop, x_fprop, w_fprop, out_dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, weight, ctx.plan, seed, _ = inputs
+        ctx.save_for_backward(x, weight, seed)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        vmap.refuse_twice()
+        x, weight, seed = ctx.saved_tensors
+        plan = ctx.plan
+        with torch.no_grad():
+            g_dgrad, g_wgrad = quantize_tensor(grad, plan.g, seed)
+            grad_x = multiply(plan.dgrad, g_dgrad, quantize_tensor(weight, plan.w, seed)[1], x.dtype)
+            accumulated = weight.dtype if weight.dtype == torch.bfloat16 else torch.float32
+            grad_w = multiply(plan.wgrad, g_wgrad, quantize_tensor(x, plan.x, seed)[1], accumulated)
+        return grad_x, as_dtype(grad_w, weight.dtype), None, None, None
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(vmap.NO_JVP)
 
 
 def _quantize_weight(weight: Tensor, plan: LayerPlan, seed: Tensor | None, out_dtype: torch.dtype, cache: dict | None):
@@ -179,7 +212,9 @@ class MXFP4Linear(nn.Linear):
         out_dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
         out_features, in_features = weight.shape
         grad = torch.is_grad_enabled() and not torch.compiler.is_exporting()
-        plan = self.plan(weight.device, (grad and x.requires_grad, grad and weight.requires_grad))
+        transformed = vmap.transformed()
+        needs_grad = (True, True) if transformed else (grad and x.requires_grad, grad and weight.requires_grad)
+        plan = self.plan(weight.device, needs_grad)
         tokens = x.numel() // in_features
         flat = as_dtype(x if x.ndim == 2 else x.reshape(tokens, in_features), out_dtype)
         # `tokens` plus a remainder: a compiler knows that this is no less than `tokens`, at any size of them.
@@ -194,7 +229,10 @@ class MXFP4Linear(nn.Linear):
             draws = self.training or self.draws_in_eval
             seed = self.draws.next(weight.device) if draws else self.draws.in_evaluation(weight.device)
             seed = seed + seed_offset if seed_offset else seed
-        y = _QuantizedLinear.apply(flat, weight, plan, seed, out_dtype, self.weight_cache)
+        if transformed:
+            y = _TransformedLinear.apply(flat, as_dtype(weight, out_dtype), plan, seed, out_dtype)
+        else:
+            y = _QuantizedLinear.apply(flat, weight, plan, seed, out_dtype, self.weight_cache)
         if not aligned:
             y = y[:tokens]
         return y if x.ndim == 2 else y.reshape(*x.shape[:-1], out_features)

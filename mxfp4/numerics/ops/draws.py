@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils import checkpoint
 
 from mxfp4.errors import UserError
+from mxfp4.numerics.ops import vmap
 from mxfp4.numerics.ops.block_quantize import draw_seed
 
 FORWARDS_A_STEP = 1 << 20
@@ -96,6 +97,11 @@ class LayerDraws:
                 f"layer {self.name!r} draws random numbers in training, and an exported program cannot count them. Call "
                 "model.eval() before torch.export, or use a recipe without random numbers."
             )
+        if torch._C._are_functorch_transforms_active():
+            return vmap.seed_of_sample(self._next(device))
+        return self._next(device)
+
+    def _next(self, device: torch.device) -> Tensor:
         state = self.on(device)
         if torch.compiler.is_compiling():
             return draw_seed(state)
