@@ -13,6 +13,8 @@ A name is imported when it is first asked for, so `import mxfp4` costs milliseco
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +82,8 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    if "torch" in sys.modules:
+        _define_operators()
     globals()[name] = value
     return value
 
@@ -88,6 +92,33 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-if "torch" in sys.modules:  # a saved torch.export program or a compiled package names operators: define them now
-    importlib.import_module("mxfp4.numerics.ops.packed_operands")
-    importlib.import_module("mxfp4.numerics.ops.rotate")
+def _define_operators() -> None:
+    """Define the torch operators that saved torch.export programs and compiled packages name."""
+    for module in ("numerics.ops.packed_operands", "numerics.ops.rotate", "layers.quest"):
+        importlib.import_module(f"mxfp4.{module}")
+
+
+class _AfterTorch(importlib.abc.MetaPathFinder):
+    """Defines the operators when PyTorch is imported after this package, once."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec("torch")
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                if not any(name.startswith(("mxfp4.numerics", "mxfp4.layers")) for name in sys.modules):
+                    _define_operators()  # else one of those is importing PyTorch, and not ready itself
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if "torch" in sys.modules:
+    _define_operators()
+else:
+    sys.meta_path.insert(0, _AfterTorch())

@@ -94,7 +94,8 @@ def set_step_callback() -> TrainerCallback:
             logging.getLogger("mxfp4").info("%s", report(model))
 
         def on_step_begin(self, args, state, control, model=None, **kwargs):
-            set_step(model, state.global_step + 1, rank=args.process_index)
+            rank = None if torch.distributed.is_initialized() else args.process_index
+            set_step(model, state.global_step + 1, rank=rank)
 
         def on_step_end(self, args, state, control, model=None, **kwargs):
             end_step(model)  # before a checkpoint

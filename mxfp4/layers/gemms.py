@@ -24,7 +24,7 @@ from mxfp4.layers.plan import (  # noqa: F401  (the address of some for callers)
 )
 from mxfp4.layers.recipe import Operand, Recipe
 from mxfp4.numerics.gemm_backends.library import as_dtype, gemm, gemm_dtype
-from mxfp4.numerics.operand_plan import PRESCALE, OperandPlan
+from mxfp4.numerics.operand_plan import OperandPlan, inverse_prescale
 from mxfp4.numerics.ops import packed_operands
 from mxfp4.numerics.ops.block_quantize import scale_product
 from mxfp4.numerics.ops.fp8_block import gemm_fp8_block
@@ -68,7 +68,7 @@ def _own(dtype: torch.dtype) -> torch.dtype:
 def _with_prescale(x: Quantized, plan: OperandPlan) -> Quantized:
     if not plan.prescaled:
         return x
-    return Quantized(x.data, torch.full((), 1 / PRESCALE, dtype=torch.float32, device=x.data.device))
+    return Quantized(x.data, torch.full((), inverse_prescale(), dtype=torch.float32, device=x.data.device))
 
 
 def _product(a: Quantized, b: Quantized, both_axes: int, prescaled: int, out_dtype: torch.dtype) -> Tensor:
@@ -81,7 +81,7 @@ def _product(a: Quantized, b: Quantized, both_axes: int, prescaled: int, out_dty
     y = gemm(a, b, torch.float32)
     if a_factor is not None or b_factor is not None or prescaled:
         scaled_dtype = torch.float32 if both_axes else out_dtype
-        y = scale_product(y, a_factor, b_factor, 1 / PRESCALE, prescaled, scaled_dtype)
+        y = scale_product(y, a_factor, b_factor, inverse_prescale(), prescaled, scaled_dtype)
     # The contracted axes cancelled, the outer ones are still rotated.
     return rotated(y, both_axes, both=True, dtype=out_dtype) if both_axes else y
 

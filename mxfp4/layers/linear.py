@@ -15,19 +15,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mxfp4.errors import Notice
+from mxfp4.layers import parallel
 from mxfp4.layers.gemms import multiply
 from mxfp4.layers.operands import Quantized, quantize_tensor
-from mxfp4.layers.plan import SAVES, LayerPlan, layer_plan, size_problem
-from mxfp4.layers.quest import project
+from mxfp4.layers.plan import SAVES, LayerPlan, layer_plan, size_problem, token_multiple
+from mxfp4.layers.quest import first_derivative, project
 from mxfp4.layers.recipe import Recipe, recipe
 from mxfp4.numerics.formats import check_float, one_of
 from mxfp4.numerics.gemm_backends.choice import requested
 from mxfp4.numerics.gemm_backends.library import as_dtype
-from mxfp4.numerics.ops.draws import LayerDraws, default_rank
+from mxfp4.numerics.ops import vmap
+from mxfp4.numerics.ops.draws import LayerDraws, distributed_runs
 from mxfp4.numerics.ops.fp8_delayed import BUFFERS, PLACES, advance, delayed_amax, see_amax
 
 
@@ -59,7 +60,7 @@ class _QuantizedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable  # what it keeps is quantized: a second derivative would miss X and W without a word
+    @first_derivative  # what it keeps is quantized: a second derivative would miss X and W without a word
     def backward(ctx, grad: Tensor):
         x, x_scale, w, w_scale, seed = ctx.saved_tensors
         plan, grad_x, grad_w = ctx.plan, None, None
@@ -76,6 +77,39 @@ class _QuantizedLinear(torch.autograd.Function):
 
 
 _NOTHING = (None, None)
+
+
+class _TransformedLinear(torch.autograd.Function):
+    """`_QuantizedLinear` under torch.func, whose functions keep inputs alone: the backward quantizes X and W again, with
+    the same draws, hence to the same bytes. A backward needs both gradients, as nested transforms hide what does not."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, plan: LayerPlan, seed: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        x_fprop, w_fprop = quantize_tensor(x, plan.x, seed)[0], quantize_tensor(weight, plan.w, seed)[0]
+        return multiply(plan.fprop, x_fprop, w_fprop, out_dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, weight, ctx.plan, seed, _ = inputs
+        ctx.save_for_backward(x, weight, seed)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        vmap.refuse_twice()
+        x, weight, seed = ctx.saved_tensors
+        plan = ctx.plan
+        with torch.no_grad():
+            g_dgrad, g_wgrad = quantize_tensor(grad, plan.g, seed)
+            grad_x = multiply(plan.dgrad, g_dgrad, quantize_tensor(weight, plan.w, seed)[1], x.dtype)
+            accumulated = weight.dtype if weight.dtype == torch.bfloat16 else torch.float32
+            grad_w = multiply(plan.wgrad, g_wgrad, quantize_tensor(x, plan.x, seed)[1], accumulated)
+        return grad_x, as_dtype(grad_w, weight.dtype), None, None, None
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(vmap.NO_JVP)
 
 
 class WeightMade(NamedTuple):
@@ -115,6 +149,15 @@ def _quantize_weight(
         cache.clear()
         cache[key] = quantize_tensor(as_dtype(weight, out_dtype), plan.w, seed, amax), memory
     return cache[key][0]
+
+
+def _is_known(condition: bool) -> bool:
+    """`condition` on sizes; of symbolic ones, whether it holds at every size: a question that leaves no guard."""
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
+
+    return statically_known_true(condition)
 
 
 class MXFP4Linear(nn.Linear):
@@ -223,37 +266,61 @@ class MXFP4Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         check_float(x)
+        if x.shape[-1:] != (self.weight.shape[1],):
+            raise ValueError(
+                f"layer {self.fqn or type(self).__name__!r}: x of shape {tuple(x.shape)} must end in "
+                f"in_features={self.weight.shape[1]}"
+            )
+        if parallel.is_dtensor(self.weight) or parallel.is_dtensor(x):
+            name = self.fqn or type(self).__name__
+            multiple = token_multiple(self.recipe)
+            y = parallel.multiply_shards(x, self.weight, self.recipe, multiple, name, self._product)
+        else:
+            y = self._product(x, self.weight)
+        return y if self.bias is None else y + as_dtype(self.bias, y.dtype)
+
+    def _product(self, x: Tensor, weight: Tensor, seed_offset: int = 0) -> Tensor:
+        """X W^T of plain tensors: this rank's shards, where the layer is split among several."""
         device = x.device.type
         autocast = torch.is_autocast_enabled(device)
         out_dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
-        out_features, in_features = self.weight.shape  # of this rank's part, where the layer is split among several
-        if x.shape[-1:] != (in_features,):
-            raise ValueError(
-                f"layer {self.fqn or type(self).__name__!r}: x of shape {tuple(x.shape)} must end in in_features={in_features}"
-            )
-        weight, grad = self.weight, torch.is_grad_enabled()
-        plan = self.plan(weight.device, (grad and x.requires_grad, grad and weight.requires_grad))
+        out_features, in_features = weight.shape
+        grad = torch.is_grad_enabled() and not torch.compiler.is_exporting()
+        transformed = vmap.transformed()
+        needs_grad = (True, True) if transformed else (grad and x.requires_grad, grad and weight.requires_grad)
+        plan = self.plan(weight.device, needs_grad)
         tokens = x.numel() // in_features
         flat = as_dtype(x if x.ndim == 2 else x.reshape(tokens, in_features), out_dtype)
-        padded = max(-(-tokens // plan.token_multiple), 1) * plan.token_multiple
-        if padded != tokens:  # zero tokens add nothing to any of the three products
-            flat = nn.functional.pad(flat, (0, 0, 0, padded - tokens))
+        # `tokens` plus a remainder: a compiler knows that this is no less than `tokens`, at any size of them.
+        padding = plan.token_multiple if _is_known(tokens == 0) else -tokens % plan.token_multiple
+        aligned = _is_known(padding == 0)
+        if not aligned:  # zero tokens add nothing to any of the three products
+            flat = nn.functional.pad(flat, (0, 0, 0, padding))
         if self.recipe.quest:
             flat, weight = project(flat, out_dtype), project(weight, out_dtype)
         seed = None
         if plan.is_random:
             draws = self.training or self.draws_in_eval
             seed = self.draws.next(weight.device) if draws else self.draws.in_evaluation(weight.device)
-        made = self.weight_made if self.weight_made is not None and self.weight_made.dtype == out_dtype else NOT_MADE
-        amax = self._amaxes(flat, weight, plan, out_dtype) if self._delays(plan) else NOT_DELAYED
-        y = _QuantizedLinear.apply(
-            flat, weight, plan, seed, out_dtype, self.weight_cache, *amax, made.places, *made.tensors
-        )
-        if padded != tokens:
+            seed = seed + seed_offset if seed_offset else seed
+        if transformed:
+            if self._delays(plan):
+                raise NotImplementedError(
+                    f"layer {self.fqn or type(self).__name__!r}: delayed scaling keeps a history, which functions of "
+                    "torch.func cannot; use a recipe without it, such as fp8"
+                )
+            y = _TransformedLinear.apply(flat, as_dtype(weight, out_dtype), plan, seed, out_dtype)
+        else:
+            made = (
+                self.weight_made if self.weight_made is not None and self.weight_made.dtype == out_dtype else NOT_MADE
+            )
+            amax = self._amaxes(flat, weight, plan, out_dtype) if self._delays(plan) else NOT_DELAYED
+            y = _QuantizedLinear.apply(
+                flat, weight, plan, seed, out_dtype, self.weight_cache, *amax, made.places, *made.tensors
+            )
+        if not aligned:
             y = y[:tokens]
-        if x.ndim != 2:
-            y = y.reshape(*x.shape[:-1], out_features)
-        return y if self.bias is None else y + as_dtype(self.bias, out_dtype)
+        return y if x.ndim == 2 else y.reshape(*x.shape[:-1], out_features)
 
     def _delays(self, plan: LayerPlan) -> bool:
         """Whether a scale comes from the history; a recipe that is only tried on the layer finds none."""
@@ -286,7 +353,8 @@ def set_step(model: nn.Module, step: int, forwards: int = 0, rank: int | None = 
     """Make the random numbers of every MXFP4Linear a function of (seed, layer, rank, step, forwards of it): resumable.
 
     forwards: how many of the step's forwards went before the next one. rank: of the process among those that share a
-    step's batch; None is torch.distributed's, or 0. Draws of two ranks are independent.
+    step's batch; None is torch.distributed's, or 0. Draws of two ranks are independent. Under tensor parallelism the
+    ranks that split a weight have one rank here: what they all compute draws alike, their shards draw independently.
 
     Delayed scaling: where the step is another one than before, ends that one (`end_step`). All ranks call it then.
     """
@@ -295,7 +363,8 @@ def set_step(model: nn.Module, step: int, forwards: int = 0, rank: int | None = 
         end_step(model)
         for layer in delayed:
             layer.last_step = step
-    rank = default_rank() if rank is None else rank
+    if rank is None:
+        rank = parallel.data_rank(model) if distributed_runs() else 0
     layers = [m for m in model.modules() if isinstance(m, MXFP4Linear) and m.recipe.is_random]
     counts = [count for layer in layers if (count := layer.draws.set(step, forwards, rank)) is not None]
     if counts:  # all of them in a launch or two

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mxfp4.layers.plan import TensorPlan, is_delayed
 from mxfp4.numerics.gemm_backends.library import gemm_dtype
-from mxfp4.numerics.operand_plan import PRESCALE, OperandPlan
+from mxfp4.numerics.operand_plan import OperandPlan, inverse_prescale
 from mxfp4.numerics.ops import packed_operands
 from mxfp4.numerics.ops.block_quantize import bf16_values, fp8_per_tensor, fp8_scale, quantize_operands
 from mxfp4.numerics.ops.fp8_block import fp8_block, fp8_block_values
@@ -59,7 +59,7 @@ def quantize_tensor(
     if plan.read == "again":
         value, factor = values_of(one, first, gemm_dtype(t.device))
         t = value if factor is None else value * factor
-        t = t * (1 / PRESCALE) if first.prescaled else t
+        t = t * inverse_prescale() if first.prescaled else t
     return one, None if second is None else quantize_operand(t, second, seed, amax)
 
 

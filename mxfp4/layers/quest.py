@@ -14,6 +14,9 @@ and QuTLASS).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -21,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from mxfp4.numerics.formats import BLOCK
 from mxfp4.numerics.kernels import BACKENDS, Backend
 from mxfp4.numerics.ops import rotate as _operators  # noqa: F401  (defines rotate_unclipped)
+from mxfp4.numerics.ops import vmap
 from mxfp4.numerics.quest import round_blocks  # noqa: F401  (the twin, under its earlier address)
 
 CLIP = 2.92247856 / 6.0
@@ -50,6 +54,25 @@ def _quest_shapes(t, dtype):
     return t.new_empty(t.shape, dtype=dtype), t.new_empty(t.shape, dtype=torch.bool)
 
 
+vmap.register("quest")
+
+
+def first_derivative(backward: Callable) -> Callable:
+    """`once_differentiable`, which a gradient that is a constant, as that of a sum, does not escape: X and W would be
+    missing from the second derivative without a word."""
+    once = once_differentiable(backward)
+
+    @wraps(backward)
+    def refusing(ctx, grad: Tensor):
+        found = once(ctx, grad)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or grad.requires_grad:
+            return found
+        refuse = torch._C._functions.DelayedError(b"trying to differentiate twice an MXFP4Linear", len(found))
+        return refuse(*(t.detach().requires_grad_() if isinstance(t, Tensor) else t for t in found))
+
+    return refusing
+
+
 class _Projection(torch.autograd.Function):
     @staticmethod
     def forward(ctx, t: Tensor, source: torch.dtype):
@@ -58,12 +81,38 @@ class _Projection(torch.autograd.Function):
         return values
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, grad: Tensor):
         (unclipped,) = ctx.saved_tensors
         return torch.ops.mxfp4.rotate_unclipped(grad, unclipped, BLOCK, grad.dtype), None
 
 
+class _TransformedProjection(torch.autograd.Function):
+    """`_Projection` under torch.func."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(t: Tensor, source: torch.dtype) -> tuple[Tensor, Tensor]:
+        return torch.ops.mxfp4.quest(t.to(source), t.dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, _):
+        vmap.refuse_twice()
+        (unclipped,) = ctx.saved_tensors
+        with torch.no_grad():
+            return torch.ops.mxfp4.rotate_unclipped(grad, unclipped, BLOCK, grad.dtype), None
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(vmap.NO_JVP)
+
+
 def project(t: Tensor, source: torch.dtype) -> Tensor:
     """Values [R, C] of `t` read in the dtype `source`, rotated along C, in the dtype of `t`; C a multiple of 32."""
-    return _Projection.apply(t, source)
+    return _TransformedProjection.apply(t, source)[0] if vmap.transformed() else _Projection.apply(t, source)

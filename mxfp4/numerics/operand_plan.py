@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mxfp4.numerics.formats import BLOCK, ELEMS, ElemFormat
 from mxfp4.numerics.hadamard import Hadamard
+from mxfp4.numerics.native import compile_time_constant
 from mxfp4.numerics.philox import as_seed, random_signs
 from mxfp4.numerics.scale_rules import DEFAULT_SCALE_RULE
 
@@ -21,6 +22,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PRESCALE = 0.75
 """Factor of a prescaled operand's elements (Tseng et al.); its product is multiplied by the inverse."""
+
+
+@compile_time_constant
+def inverse_prescale() -> float:
+    """1 / PRESCALE. A compiler of dynamic shapes would take a module's float for a symbol."""
+    return 1 / PRESCALE
 
 
 @dataclass(frozen=True, eq=False)

@@ -153,6 +153,9 @@ def test_a_second_derivative_is_refused(name, data):
     (first,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         (layer(x).sum() + first.square().sum()).backward()
+    (first,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)  # of a constant gradient
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (layer(x).sum() + first.square().sum()).backward()
 
 
 def test_padding_tokens_is_exact(data):

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
+from mxfp4.errors import UserError
+from mxfp4.numerics.ops import vmap
 from mxfp4.numerics.ops.block_quantize import draw_seed
 
 FORWARDS_A_STEP = 1 << 20
@@ -28,10 +30,9 @@ _KEPT = "_mxfp4_seeds"
 """Attribute of a checkpoint's frame or context: {draws of a layer: seeds, in order}."""
 
 
-def default_rank() -> int:
-    """The rank of this process where torch.distributed runs, else 0."""
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if there else 0
+def distributed_runs() -> bool:
+    """Whether this process is one of torch.distributed's."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 class LayerDraws:
@@ -89,8 +90,18 @@ class LayerDraws:
         """The seed of the next forward, int64 []; inside a checkpoint's second forward that of its first.
 
         Raises RuntimeError where the first forward cannot be told: in nested checkpoints, and in a second forward that
-        no known checkpoint runs, after several forwards.
+        no known checkpoint runs, after several forwards. Raises UserError in torch.export.
         """
+        if torch.compiler.is_exporting():
+            raise UserError(
+                f"layer {self.name!r} draws random numbers in training, and an exported program cannot count them. Call "
+                "model.eval() before torch.export, or use a recipe without random numbers."
+            )
+        if torch._C._are_functorch_transforms_active():
+            return vmap.seed_of_sample(self._next(device))
+        return self._next(device)
+
+    def _next(self, device: torch.device) -> Tensor:
         state = self.on(device)
         if torch.compiler.is_compiling():
             return draw_seed(state)

@@ -32,9 +32,9 @@ from torch import Tensor
 from mxfp4.errors import Notice
 from mxfp4.numerics.formats import E4M3
 from mxfp4.numerics.fp8 import FP8
+from mxfp4.numerics.gemm_backends.library import as_dtype, gemm
 from mxfp4.numerics.native import compile_time_constant
 from mxfp4.numerics.ops import block_quantize as _operators  # noqa: F401  (defines the library)
-from mxfp4.numerics.ops.matmul import as_dtype, gemm
 from mxfp4.numerics.philox import random16
 from mxfp4.numerics.rounding import round_stochastic
 
