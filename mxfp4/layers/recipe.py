@@ -201,8 +201,7 @@ class Recipe:
         index = layer_index(fqn) if index is None else index
         if index is not None and n_layers and index >= n_layers - self.tail_of(n_layers):
             return "tail"
-        names = (fqn, *aliases)
-        return next((o for o in self.overrides if any(o.matches(name) for name in names)), "main")
+        return next((o for o in self.overrides if any(o.matches(name) for name in (fqn, *aliases))), "main")
 
     def tail_of(self, n_layers: int) -> int:
         """How many of `n_layers` blocks are in the BF16 tail."""
@@ -225,11 +224,9 @@ class Recipe:
     def to_nearest(self) -> Recipe:
         """The same recipe, rounding to nearest wherever it rounds stochastically."""
 
-        def pair(gemm: Gemm) -> Gemm:
-            return Gemm(*(replace(op, rounding="nearest") for op in (gemm.a, gemm.b)))
-
         def gemms(part: Recipe | Override) -> dict[str, Gemm]:
-            return {name: pair(getattr(part, name)) for name in GEMMS}
+            pairs = {name: getattr(part, name) for name in GEMMS}
+            return {g: Gemm(*(replace(op, rounding="nearest") for op in (p.a, p.b))) for g, p in pairs.items()}
 
         return replace(self, **gemms(self), overrides=tuple(replace(o, **gemms(o)) for o in self.overrides))
 
@@ -253,17 +250,15 @@ class Recipe:
         """The inverse of `to_json`. Fields that are left out have their default value. Raises ValueError in one line for
         what is not JSON, an unknown field (with the known ones) or a value of another type."""
         try:
-            data = json.loads(text)
+            return _build(cls, json.loads(text))
         except json.JSONDecodeError as error:
             raise ValueError(f"not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
-        return _build(cls, data)
 
     def __str__(self) -> str:
         lines = [f"recipe {self.name}"]
         for title, part in [("", self), *((f" ({o.layers})", o) for o in self.overrides)]:
             for gemm in GEMMS:
-                pair = getattr(part, gemm)
-                a, b = TENSORS[gemm]
+                pair, (a, b) = getattr(part, gemm), TENSORS[gemm]
                 lines.append(f"  {gemm}{title}: {a} {pair.a} | {b} {pair.b}")
         if self.quest:
             lines.append("  X and W projected on mxfp4 by QuEST before all three")
@@ -299,6 +294,7 @@ def layer_index(fqn: str) -> int | None:
     return next((int(b) for a, b in pairwise(fqn.split(".")) if a in BLOCK_LISTS and b.isdigit()), None)
 
 
+_OWN_NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,63}")
 _JSON_TYPES = {
     "str": (str, "text"), "str | None": ((str, type(None)), "text or null"), "bool": (bool, "true or false"),
     "float": ((int, float), "a number"), "tuple[Override, ...]": (list, "a list"),
@@ -317,8 +313,7 @@ def _build(cls, data):
             raise ValueError(f"{cls.__name__} field {name!r} is {words}, not {json.dumps(value)[:40]}")
     parts = {"fprop": Gemm, "dgrad": Gemm, "wgrad": Gemm, "a": Operand, "b": Operand}
     made = {k: _build(parts[k], v) if k in parts else v for k, v in data.items()}
-    if "overrides" in made:
-        made["overrides"] = tuple(_build(Override, o) for o in made["overrides"])
+    made |= {k: tuple(_build(Override, o) for o in v) for k, v in data.items() if k == "overrides"}
     missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in made]
     if missing:
         raise ValueError(f"{cls.__name__} field {missing[0]!r} is missing; needed: {', '.join(missing)}")
@@ -327,18 +322,17 @@ def _build(cls, data):
 
 def _plain(part: Recipe | Override | Gemm | Operand) -> dict:
     """Plain JSON data without the fields that have their default value, so that a field added later changes no text."""
-    found = {}
-    for f in fields(part):
-        value = getattr(part, f.name)
-        if f.default is MISSING or value != f.default:
-            parts = [_plain(v) for v in value] if isinstance(value, tuple) else value
-            found[f.name] = _plain(value) if is_dataclass(value) else parts
-    return found
+
+    def plain(value):
+        return (
+            _plain(value) if is_dataclass(value) else [plain(v) for v in value] if isinstance(value, tuple) else value
+        )
+
+    values = {f.name: (getattr(part, f.name), f.default) for f in fields(part)}
+    return {name: plain(value) for name, (value, default) in values.items() if default is MISSING or value != default}
 
 
 # Composition. A modifier changes the operands of a recipe in one format, FP4 as a rule, or some of them.
-
-
 def _gemms(x: Operand, w: Operand, g: Operand) -> dict[str, Gemm]:
     return {"fprop": Gemm(x, w), "dgrad": Gemm(g, w), "wgrad": Gemm(g, x)}
 
@@ -364,9 +358,7 @@ def _change(
 _FP8 = _gemms(Operand("fp8", "e4m3"), Operand("fp8", "e4m3"), Operand("fp8", "e5m2"))
 _MXFP4 = _gemms(*[Operand("mxfp4")] * 3)
 _MXFP8 = _gemms(Operand("mxfp8", "e4m3"), Operand("mxfp8", "e4m3"), Operand("mxfp8", "e4m3"))
-_FP8_BLOCK = _gemms(
-    Operand("fp8-block", "e4m3"), Operand("fp8-block", "e4m3", block="2d"), Operand("fp8-block", "e4m3")
-)
+_TILE = Operand("fp8-block", "e4m3")
 _QUERY_KEY = "*.wq|*.wk|*.q_proj|*.k_proj"
 
 
@@ -378,7 +370,7 @@ BASES: dict[str, dict[str, Gemm]] = {
     "fp32": _gemms(*[Operand("fp32")] * 3),
     "bf16": _gemms(*[Operand("bf16")] * 3),
     "fp8": _FP8,
-    "fp8-block": _FP8_BLOCK,
+    "fp8-block": _gemms(_TILE, replace(_TILE, block="2d"), _TILE),
     "mxfp8": _MXFP8,
     "mxfp4-fprop": _scope("fprop"),
     "mxfp4-dgrad": _scope("dgrad"),
@@ -423,19 +415,10 @@ OTHERS = {
 
 _SCOPES = ("mxfp4-fprop", "mxfp4-fprop-dgrad", "mxfp4")
 RECIPES = (
-    "bf16",
-    "fp8",
-    "fp8+delayed",
-    "fp8-block",
-    *_SCOPES,
+    "bf16", "fp8", "fp8+delayed", "fp8-block", *_SCOPES,
     *(f"{scope}+{stabiliser}" for scope in _SCOPES for stabiliser in ("sr", "rht16", "h16", "h32")),
-    "ti2d",
-    *(f"ti2d-no-{ingredient}" for ingredient in TI2D),
-    *OTHERS,
-)
-
-
-_OWN_NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,63}")
+    "ti2d", *(f"ti2d-no-{ingredient}" for ingredient in TI2D), *OTHERS,
+)  # fmt: skip
 
 
 def recipe(name: str | Recipe) -> Recipe:

@@ -37,17 +37,7 @@ from mxfp4.studies.store import ENDINGS, Store
 from mxfp4.studies.train_arm import arm_name, done, train_arm
 from mxfp4.training.checkpoints import checkpoint
 from mxfp4.training.config import TrainConfig
-from mxfp4.training.execution import distributed
-from mxfp4.training.execution.liveness import (
-    BLOCKED,
-    Heartbeat,
-    IdleClock,
-    SelfWatch,
-    ask_for_stacks,
-    left_behind,
-    offer_stacks,
-    process_state,
-)
+from mxfp4.training.execution import distributed, liveness
 from mxfp4.training.monitoring.monitor import Monitoring
 
 RETRY_SECONDS = 2.0  # between looks at the arms that other processes train
@@ -230,7 +220,7 @@ class Pool:
         watch = None
         if distributed.launched():
             limits = 60 * self.tolerance.idle_minutes, 60 * self.tolerance.slow_minutes
-            watch = SelfWatch(self.store.trace_dir(config, device), ranks.rank, *limits)
+            watch = liveness.SelfWatch(self.store.trace_dir(config, device), ranks.rank, *limits)
 
         def on_step(step: int) -> None:
             nonlocal at
@@ -337,7 +327,7 @@ class _Arm:
     ) -> None:  # fmt: skip
         if spread or len(self.place) > 1:
             self.meeting = tempfile.mkdtemp(prefix="mxfp4-")
-        self.heartbeat, self.clock = Heartbeat(context, len(self.place)), IdleClock(time.monotonic())
+        self.heartbeat, self.clock = liveness.Heartbeat(context, len(self.place)), liveness.IdleClock(time.monotonic())
         self.traces = store.trace_dir(self.config, self.place[0])
         for rank, device in enumerate(self.place):
             ours, theirs = context.Pipe(duplex=False)
@@ -396,7 +386,7 @@ class _Arm:
 
     def _states(self) -> list[str]:
         return [
-            process_state(p.pid) if p.pid and p.exitcode is None else f"ended with exit code {p.exitcode}"
+            liveness.process_state(p.pid) if p.pid and p.exitcode is None else f"ended with exit code {p.exitcode}"
             for p in self.processes
         ]
 
@@ -405,16 +395,18 @@ class _Arm:
 
     def _diagnose(self) -> None:
         """Say in `reason` which ranks live and what they leave behind, before they are ended."""
-        hung = self._in_state("stopped") or self._in_state(BLOCKED)
+        hung = self._in_state("stopped") or self._in_state(liveness.BLOCKED)
         if hung or not self.culprits:
             self.culprits = hung
         if self.kind == "user" or not (self.meeting or self.timed_out):
             return
-        ask_for_stacks([p.pid for p in self.processes if p.pid and p.exitcode is None])
+        liveness.ask_for_stacks([p.pid for p in self.processes if p.pid and p.exitcode is None])
         time.sleep(STACKS_SECONDS)
         states = zip(self.place, self.processes, self._states(), strict=True)
         ranks = (f"rank {rank} ({d}, pid {p.pid}) {state}" for rank, (d, p, state) in enumerate(states))
-        self.reason = "; ".join([f"{self.reason}: {', '.join(ranks)}", *filter(None, [left_behind(self.traces)])])
+        self.reason = "; ".join(
+            [f"{self.reason}: {', '.join(ranks)}", *filter(None, [liveness.left_behind(self.traces)])]
+        )
 
     def devices(self) -> tuple[str, ...]:
         """Names of the devices at fault, or of all."""
@@ -450,7 +442,7 @@ class _Arm:
 
 def _child(
     connection: Connection, config, store, corpus, device, execution, threads, stopping, sharing, meeting, said,
-    heartbeat: Heartbeat, traces: Path, collective_minutes: float,
+    heartbeat: liveness.Heartbeat, traces: Path, collective_minutes: float,
 ) -> None:  # fmt: skip
     """Train one arm, or be one rank of it; show the parent each step, then tell it how it ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
@@ -462,7 +454,7 @@ def _child(
     rank = meeting[1] if meeting else 0
     counts, place = sharing
     try:
-        offer_stacks(traces, rank)
+        liveness.offer_stacks(traces, rank)
         timeout = timedelta(minutes=collective_minutes)
         with distributed.joined(device, meeting, timeout=timeout, flight=traces) if meeting else nullcontext():
             status = train_arm(
