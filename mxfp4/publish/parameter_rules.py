@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mxfp4.data.corpora import check_name
 from mxfp4.diagnostics.rounding_bias import PRESCALED
 from mxfp4.directories import bench_dir
 from mxfp4.errors import UserError
@@ -94,6 +95,11 @@ def _is_pattern(value: str, scale: str | None) -> bool:
     return value == "all" or any(fnmatchcase(name, value) for name in _layers(scale))
 
 
+def _is_corpus(value: str, scale: str | None) -> bool:
+    check_name(value)
+    return True
+
+
 RECIPE = Rule(str, lambda value, scale: bool(recipe(value)), lambda scale: "the name of a recipe")
 ARM = _one_of(str, _arms)
 SHARE = _number(float, "a share above 0 and up to 1", lambda x: 0 < x <= 1)
@@ -120,6 +126,7 @@ RULES = {
     **dict.fromkeys(("step", "bench"), _one_of(str, _benches("step"))),
     "width": _one_of(str, _benches("width")),
     "cpu": _one_of(str, _benches("cpu")),
+    "text": Rule(str, _is_corpus, lambda scale: "the name of a corpus"),
     "questions": _one_of(str, lambda scale: list(load_study().questions)),
 }
 """{name of a parameter: its rule}."""

@@ -41,9 +41,9 @@ def study_parts() -> tuple[str, ...]:
     return (*(name for name in load_study().runs if name != DECAYED), WHOLE)
 
 
-def study_arms(part: str) -> list[TrainConfig]:
+def study_arms(part: str, text: str = CORPORA["B"]) -> list[TrainConfig]:
     """The configurations of one part, all arms of a seed before the next seed; those of WHOLE part after part, the arms of
-    the six primary claims first."""
+    the six primary claims first. text: the corpus of source B, such as c4:0-7."""
     if part == WHOLE:
         main, primary = study_arms("main"), {arm for claim in load_study().primaries for arm in claim.contrast.names}
         core = [config for config in main if config.recipe in primary]
@@ -52,12 +52,13 @@ def study_arms(part: str) -> list[TrainConfig]:
             *core,
             *study_arms("short"),
             *rest,
-            *(c for name in ("text", "batch", "ladder") for c in study_arms(name)),
+            *(c for name in ("text", "batch", "ladder") for c in study_arms(name, text)),
         ]
     study = load_study()
     runs = study.runs[part]
     decayed = study.runs[DECAYED].arms if part == "main" else {}
     found = [_config(part, runs, arm, seed, decayed) for arm, seeds in runs.arms.items() for seed in range(seeds)]
+    found = [replace(c, corpus=text) if runs.source == "B" else c for c in found]
     return sorted(found, key=lambda config: config.seed)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import pandas as pd
 
 from mxfp4.analysis.stalled import REFERENCE, ending, mean_curve
-from mxfp4.studies.registered_arms import DECAYED, study_arms
+from mxfp4.studies.registered_arms import CORPORA, DECAYED, study_arms
 from mxfp4.studies.registry import Probe, RegisteredStudy
 from mxfp4.studies.store import Record
 from mxfp4.training.config import TrainConfig
@@ -37,17 +37,20 @@ COLUMNS = [
 PROBE_COLUMNS = ["runs", "arm", "seed", "probe", "value"]
 
 
-def members(study: RegisteredStudy, records: Iterable[Record]) -> dict[str, list[Record]]:
-    """{part of the study: its records}, parts without records left out."""
+def members(
+    study: RegisteredStudy, records: Iterable[Record], text: str = CORPORA["B"]
+) -> dict[str, list[Record]]:  # fmt: skip
+    """{part of the study: its records}, parts without records left out. text: the corpus of source B."""
     by_config = {record.config: record for record in records}
-    found = {part: [by_config[c] for c in study_arms(part) if c in by_config] for part in study.runs if part != DECAYED}
+    arms = {part: study_arms(part, text) for part in study.runs if part != DECAYED}
+    found = {part: [by_config[c] for c in configs if c in by_config] for part, configs in arms.items()}
     return {part: records for part, records in found.items() if records}
 
 
-def runs_table(study: RegisteredStudy, records: Iterable[Record]) -> pd.DataFrame:
+def runs_table(study: RegisteredStudy, records: Iterable[Record], text: str = CORPORA["B"]) -> pd.DataFrame:
     """The table of runs: see `contrasts`, and run_id."""
     rows: list[dict] = []
-    for part, found in members(study, records).items():
+    for part, found in members(study, records, text).items():
         reference = mean_curve(r.curve for r in found if r.config.recipe == REFERENCE)
         for record in found:
             rows += _run_rows(part, record, reference)
@@ -97,10 +100,10 @@ def _last_training_loss(record: Record, branch: str) -> float:
     return float(rows["train_loss"].dropna().tail(LAST_STEPS).mean())
 
 
-def probes_table(study: RegisteredStudy, records: Iterable[Record]) -> pd.DataFrame:
+def probes_table(study: RegisteredStudy, records: Iterable[Record], text: str = CORPORA["B"]) -> pd.DataFrame:
     """The table of probes: means over layers and probed steps, one number a probe, recipe that was applied, and seed."""
     rows: list[dict] = []
-    for part, found in members(study, records).items():
+    for part, found in members(study, records, text).items():
         for record in found:
             for name, probe in study.probes.items():
                 if probe.of == "bf16" and record.config.recipe != "bf16":

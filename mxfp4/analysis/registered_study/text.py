@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from mxfp4.analysis.registered_study.contrasts import VERDICTS, Verdict, judge
 from mxfp4.analysis.registered_study.gates import gates
 from mxfp4.analysis.registered_study.tables import probes_table, runs_table
+from mxfp4.studies.registered_arms import CORPORA
 from mxfp4.studies.registry import RegisteredStudy, Registration, load_study, registrations
 from mxfp4.studies.store import Store
 
@@ -17,11 +18,11 @@ WIDTH = 100
 SHORT_HASH = 9
 
 
-def verdicts(store: Store, study: RegisteredStudy | None = None) -> list[Verdict]:
-    """The verdict on each claim of the registered study, from the records of scale gpu."""
+def verdicts(store: Store, study: RegisteredStudy | None = None, *, text: str = CORPORA["B"]) -> list[Verdict]:
+    """The verdict on each claim of the registered study, from the records of scale gpu. text: the corpus of source B."""
     study = study or load_study()
     records = store.load("gpu")
-    return judge(study, runs_table(study, records), probes_table(study, records))
+    return judge(study, runs_table(study, records, text), probes_table(study, records, text))
 
 
 def gates_text(store: Store, study: RegisteredStudy | None = None) -> str:

@@ -17,6 +17,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--study", action="store_true", help="the claims of the registered study (book/study.yml) instead"
     )
+    parser.add_argument(
+        "--corpus", help="with --study: the text that its runs on text read, such as c4:0-7 (default: text)"
+    )
     parser.add_argument("--ledger", metavar="FILE", help="another ledger than book/claims.yml")
     parser.add_argument("--id", action="append", metavar="ID", help="only this claim; may be repeated")
     parser.set_defaults(handler=run)
@@ -34,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.study:
         return _study(args)
+    if args.corpus:
+        raise UserError("--corpus goes with --study")
     if args.ledger is None:
         checkout("mxfp4 claims without --ledger FILE")
     claims = load_ledger(args.ledger)
@@ -69,12 +74,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _study(args: argparse.Namespace) -> int:
     from mxfp4.analysis.registered_study.text import claims_json, claims_text, gates_text, verdicts
+    from mxfp4.data.corpora import check_name
     from mxfp4.errors import UserError
+    from mxfp4.studies.registered_arms import CORPORA
     from mxfp4.studies.store import Store
 
     if args.ledger or args.scale:
         raise UserError("--study goes with neither --ledger nor --scale: it is judged by scale gpu")
-    found = verdicts(Store())
+    if args.corpus:
+        check_name(args.corpus)
+    found = verdicts(Store(), text=args.corpus or CORPORA["B"])
     for wanted in args.id or ():
         if wanted not in (known := [v.claim.id for v in found]):
             raise UserError(f"claim {wanted!r} is not in the study; known: {', '.join(known)}")

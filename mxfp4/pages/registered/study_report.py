@@ -16,7 +16,7 @@ from mxfp4.analysis.registered_study.gates import gates
 from mxfp4.analysis.registered_study.tables import matrix, members, probes_table, runs_table
 from mxfp4.errors import UserError
 from mxfp4.pages.evidence import Partial
-from mxfp4.studies.registered_arms import DECAYED, WHOLE
+from mxfp4.studies.registered_arms import CORPORA, DECAYED, WHOLE
 from mxfp4.studies.registry import RegisteredStudy, load_study
 from mxfp4.studies.store import Record, Store
 
@@ -33,16 +33,19 @@ class StudyReport:
 
     study: RegisteredStudy
     records: tuple[Record, ...]
+    text: str = CORPORA["B"]
+    """The corpus of source B, such as c4:0-7."""
 
     @classmethod
-    def load(cls, store: Store | None = None) -> StudyReport:
+    def load(cls, store: Store | None = None, *, text: str = CORPORA["B"]) -> StudyReport:
         """The study of book/study.yml with the recorded runs."""
-        return cls(load_study(), tuple((store or Store()).load(SCALE)))
+        return cls(load_study(), tuple((store or Store()).load(SCALE)), text)
 
     @cached_property
     def tables(self) -> Tables:
         """The runs and the probes, as contrasts read them."""
-        return Tables(self.study, runs_table(self.study, self.records), probes_table(self.study, self.records))
+        made = (table(self.study, self.records, self.text) for table in (runs_table, probes_table))
+        return Tables(self.study, *made)
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
@@ -69,7 +72,7 @@ class StudyReport:
     @cached_property
     def members(self) -> dict[str, list[Record]]:
         """{part of the study: its records}."""
-        return members(self.study, self.records)
+        return members(self.study, self.records, self.text)
 
     def progress(self, runs: str) -> tuple[int, int]:
         """(runs recorded, runs planned) of a part; of bf16-decay, branches."""

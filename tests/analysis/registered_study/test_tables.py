@@ -143,3 +143,11 @@ def test_a_made_up_study_comes_out_as_it_was_made():
     assert found["h3-h16"].verdict == "holds" and found["h3-h16"].estimate.value == pytest.approx(-0.08, abs=0.02)
     assert found["p2-2d"].verdict == "not run"
     assert found["weights-mxfp4"].estimate.value == pytest.approx(0.05, abs=0.02)
+
+
+def test_text_may_be_another_corpus():
+    """Runs on it count as the study's runs on text, apart from those on the pinned one."""
+    own = record("mxfp4", part="text")
+    other = replace(own, config=replace(own.config, corpus="c4:0-3"))
+    assert members(STUDY, [own, other]) == {"text": [own]}
+    assert members(STUDY, [own, other], "c4:0-3") == {"text": [other]}
