@@ -266,6 +266,12 @@ def _others(m, names, share, notes: Notes, roles: Roles, seen: set[int]) -> Iter
         known = role or (f"{kind}: no linear layer" if isinstance(m, nn.modules.conv._ConvNd) else None)
         if isinstance(m, nn.MultiheadAttention):
             known = "nn.MultiheadAttention reads its matrices itself"
+        if chosen := _multiplied_by(m, name):
+            yield LayerReport(
+                full, kind, tuple(p.shape), p.numel(), 2.0 * p.numel() * share, _part(notes, [full]), _formats(chosen),
+                _weight_format(chosen), None, places=len(names),
+            )  # fmt: skip
+            continue
         dims = "a 3-D parameter" if p.ndim == 3 else "a parameter"
         reason = notes.left_out.get(names[0]) or known or f"convert does not know {kind} ({dims})"
         active = share
@@ -275,6 +281,13 @@ def _others(m, names, share, notes: Notes, roles: Roles, seen: set[int]) -> Iter
             full, kind, tuple(p.shape), p.numel(), 2.0 * p.numel() * active, None, None, PLAIN, reason,
             unknown=known is None and names[0] not in notes.left_out, places=len(names),
         )  # fmt: skip
+
+
+def _multiplied_by(m: nn.Module, parameter: str) -> Recipe | None:
+    """The recipe of the layers that multiply with a parameter, of adapters' modules (`quantized_parameters`)."""
+    name = getattr(m, "quantized_parameters", {}).get(parameter)
+    inner = next((x for x in getattr(m, name).modules() if isinstance(x, MXFP4Linear)), None) if name else None
+    return inner.recipe if inner is not None else None
 
 
 def _packed_linear(m: nn.Module) -> tuple[int, int] | None:
