@@ -120,6 +120,7 @@ RULES = {
     **dict.fromkeys(("step", "bench"), _one_of(str, _benches("step"))),
     "width": _one_of(str, _benches("width")),
     "cpu": _one_of(str, _benches("cpu")),
+    "record": _one_of(str, _benches("families")),
     "questions": _one_of(str, lambda scale: list(load_study().questions)),
 }
 """{name of a parameter: its rule}."""
