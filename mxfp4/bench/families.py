@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 
 from mxfp4.bench.results import attempt
 
@@ -25,4 +26,4 @@ def rows(chosen: str = "mxfp4+h16") -> Iterator[dict]:
         found = row(name, chosen)
         return {**asdict(found), "transformers": transformers.__version__, "correct": found.works}
 
-    return (attempt(name, f"mxfp4, {chosen}", lambda name=name: measure(name)) for name in FAMILIES)
+    return (attempt(name, f"mxfp4, {chosen}", partial(measure, name)) for name in FAMILIES)

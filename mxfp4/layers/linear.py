@@ -149,6 +149,11 @@ class MXFP4Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         check_float(x)
+        if x.is_nested:
+            raise TypeError(
+                f"layer {self.fqn or type(self).__name__!r} got a nested tensor, which it does not multiply; allowed: a plain "
+                "one, such as torch.nested.to_padded_tensor(x, 0.0) or, of a jagged one, x.values()"
+            )
         device = x.device.type
         autocast = torch.is_autocast_enabled(device)
         out_dtype = torch.get_autocast_dtype(device) if autocast else x.dtype

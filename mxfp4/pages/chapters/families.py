@@ -43,7 +43,7 @@ def answer(record: str = "families") -> str:
     first = rows[0]
     return (
         f"{works} of {len(rows)} families train with {first['recipe']}, come back from a saved folder with the same "
-        f"outputs and give them twice (transformers {first['transformers']}). At least {least['weights']:.0%} of the "
+        f"outputs and give them twice (transformers {first['transformers']}). At least {least['weights']:.1%} of the "
         f"matrix weights are quantized in each; {least['family']} has the smallest share."
     )
 
@@ -59,7 +59,8 @@ def _layers(what: str) -> str:
     """`a.b.lm_head: output head (how it was told)` as `lm_head (output head)`."""
     name, _, reason = what.partition(": ")
     last = name.removesuffix(".weight").rpartition(".")[2]
-    return f"{last} ({reason.partition(' (')[0].partition(': ')[0]})"
+    short = "router" if reason == "gate beside experts" else reason.partition(" (")[0].partition(": ")[0]
+    return last if last == short else f"{last} ({short})"
 
 
 def _answer(holds: bool) -> str:
