@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install -e '.[hf]')")
+pytest.importorskip("transformers", reason="transformers is not installed (pip install -e '.[hf]')")
+
+import transformers
 
 from mxfp4.adapters import families as adapter
 from mxfp4.bench import families
