@@ -7,6 +7,7 @@ the table, `row` one line of it. Needs transformers; nothing is downloaded.
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from mxfp4.adapters import hf_quantizer
 from mxfp4.layers import saved
 from mxfp4.layers.convert import convert
 from mxfp4.layers.recipe import Recipe
-from mxfp4.layers.report import report
+from mxfp4.layers.report import Report, report
 
 _DECODER = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
             "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
@@ -125,6 +126,8 @@ class Row:
     """Names of the layers that hold query and key."""
     head: str
     """Name of the output head, "" for none."""
+    left_out: dict[str, float]
+    """{layers and why they stayed as they are: share of the matrix weights}, in the model's order."""
     losses: tuple[float, ...]
     moved: float
     """Share of the converted matrices that two steps changed."""
@@ -162,8 +165,18 @@ def row(name: str, chosen: str | Recipe = "mxfp4+h16", steps: int = 2) -> Row:
     head = next((line.name for line in done.left_out if (line.reason or "").startswith("output head")), "")
     return Row(
         name, family.model, done.recipes[0], done.quantized_weights, done.quantized_flops, ", ".join(sorted(held)), head,
-        tuple(losses), moved, same, repeated,
+        _left_out(done), tuple(losses), moved, same, repeated,
     )  # fmt: skip
+
+
+def _left_out(done: Report) -> dict[str, float]:
+    total = sum(line.weights for line in (*done.converted, *done.left_out))
+    shares: dict[str, float] = {}
+    for line in done.left_out:
+        if line.weights:
+            what = f"{re.sub(r'(?<=[.])[0-9]+(?=[.])', '*', line.name)}: {line.reason}"
+            shares[what] = shares.get(what, 0.0) + line.weights / total
+    return shares
 
 
 def rows(chosen: str | Recipe = "mxfp4+h16") -> Iterator[Row]:

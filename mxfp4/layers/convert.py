@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from mxfp4.layers import experts, saved, swap
 from mxfp4.layers.linear import MXFP4Linear
 from mxfp4.layers.recipe import Override, Recipe, recipe
-from mxfp4.layers.report import NOTES, Notes, report, why_by_role
+from mxfp4.layers.report import NOTES, READ_BY_ATTENTION, Notes, report, why_by_role
 from mxfp4.layers.roles import Names, Roles, own_parameter
 
 DEFAULT_SKIP = ("output", "lm_head", "head", "router", "gate")
@@ -153,6 +153,11 @@ class _Picker:
                 return problem
         return None
 
+    def _reader(self, names: list[str]) -> str | None:
+        """Why a layer's weight is read past its forward, or None."""
+        parents = (self.roles.modules.get(name.rpartition(".")[0]) for name in names if name)
+        return READ_BY_ATTENTION if any(isinstance(p, nn.MultiheadAttention) for p in parents) else None
+
     @staticmethod
     def _can(m: nn.Module) -> bool:
         return experts.is_experts(m) or swap.is_linear(m)
@@ -184,7 +189,7 @@ class _Picker:
             raise ValueError(
                 f"{fqn!r}: {refused} ({type(m).__name__}) cannot be converted; leave it out with filter_fn"
             )
-        obstacle = experts.obstacle(m) if experts.is_experts(m) else swap.obstacle(m)
+        obstacle = experts.obstacle(m) if experts.is_experts(m) else swap.obstacle(m) or self._reader(names)
         if obstacle:
             if self.explicit:
                 raise ValueError(f"layer {fqn!r} cannot be converted: {obstacle}; leave it out with filter_fn")
@@ -338,7 +343,7 @@ def _take_notes(
 
 
 def _say(model: nn.Module) -> None:
-    """Log what was done; warn where much of the model is in modules that `convert` does not know."""
+    """Log what was done; warn where much of the model is in modules that `convert` cannot convert."""
     done = report(model)
     _log.info("%s", done.summary())
     total = sum(line.weights for line in (*done.converted, *done.left_out)) or 1
@@ -347,7 +352,7 @@ def _say(model: nn.Module) -> None:
     if share > UNKNOWN_SHARE:
         kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(line.kind for line in unknown).most_common(3))
         warnings.warn(
-            f"convert leaves {share:.0%} of the matrix weights as they are, in modules that it does not know ({kinds}); "
+            f"convert leaves {share:.0%} of the matrix weights as they are, in modules that it cannot convert ({kinds}); "
             "print(mxfp4.report(model)) lists them",
             stacklevel=3,
         )

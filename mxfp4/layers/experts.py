@@ -166,13 +166,28 @@ def quantized(
     return made
 
 
-def _layer(plain: nn.Linear, recipe: Recipe, fqn: str, seed: int, save: str) -> ExpertLinear:
-    layer = ExpertLinear.from_linear(plain, recipe, fqn=fqn, seed=seed, save=save)
+def _layer(
+    plain: nn.Linear, recipe: str | Recipe, fqn: str, seed: int, save: str, n_layers: int = 0,
+    cls: type[ExpertLinear] = ExpertLinear,
+) -> ExpertLinear:  # fmt: skip
+    layer = cls.from_linear(plain, recipe, fqn=fqn, seed=seed, n_layers=n_layers, save=save)
     assert isinstance(layer, ExpertLinear)
     for name in ("weight", "bias"):
         layer._parameters.pop(name, None)
         setattr(layer, name, None)
     return layer
+
+
+def bare_layer(
+    in_features: int, out_features: int, recipe: str | Recipe, fqn: str, seed: int = 0, *, n_layers: int = 0,
+    cls: type[ExpertLinear] = ExpertLinear,
+) -> ExpertLinear:  # fmt: skip
+    """A layer whose matrix comes with each call, for modules of other libraries that keep theirs.
+
+    Raises ValueError for sizes that do not fit the recipe.
+    """
+    plain = nn.Linear(in_features, out_features, False, device="meta")
+    return _layer(plain, recipe, fqn, seed, "values", n_layers, cls)
 
 
 def become(module: nn.Module, layers: dict[str, list[ExpertLinear]]) -> None:

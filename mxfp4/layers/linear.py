@@ -266,6 +266,11 @@ class MXFP4Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         check_float(x)
+        if x.is_nested:
+            raise TypeError(
+                f"layer {self.fqn or type(self).__name__!r} got a nested tensor, which it does not multiply; allowed: a plain "
+                "one, such as torch.nested.to_padded_tensor(x, 0.0) or, of a jagged one, x.values()"
+            )
         if x.shape[-1:] != (self.weight.shape[1],):
             raise ValueError(
                 f"layer {self.fqn or type(self).__name__!r}: x of shape {tuple(x.shape)} must end in "

@@ -17,6 +17,7 @@ from mxfp4.layers.roles import Names, Roles, own_parameter
 
 PLAIN = "not quantized"
 NOTES = "_mxfp4_notes"
+READ_BY_ATTENTION = "nn.MultiheadAttention reads its matrices itself"
 _TABLE = re.compile(r"embed|position|pos_|token|relative_attention_bias", re.IGNORECASE)
 
 
@@ -58,7 +59,7 @@ class LayerReport:
     reason: str | None
     """Why it is not converted."""
     unknown: bool = False
-    """Whether `convert` does not know its kind."""
+    """Whether `convert` does not know its kind, or cannot convert it."""
     places: int = 1
 
 
@@ -190,18 +191,20 @@ def _linear(m, names, share, notes: Notes, roles: Roles, seen: set[int]) -> Laye
     converted = isinstance(m, MXFP4Linear)
     reason = None if converted else next((notes.left_out[n] for n in names if n in notes.left_out), None)
     cls = parametrize.type_before_parametrizations(m)
+    unknown = False
     if not converted and reason is None:
-        reason = why_by_role(roles, names, m) or _why_by_class(cls)
+        role = why_by_role(roles, names, m)
+        reason, unknown = role or _why_by_class(cls), role is None and cls is not nn.Linear
     return LayerReport(
         names[0], cls.__name__, (m.out_features, m.in_features), elements * new, 2.0 * elements * share,
         (_part(notes, names) if converted else None), _formats(m.recipe) if converted else None,
-        _weight_format(m.recipe) if converted else PLAIN, reason, places=len(names),
+        _weight_format(m.recipe) if converted else PLAIN, reason, unknown, places=len(names),
     )  # fmt: skip
 
 
 def _why_by_class(cls: type) -> str:
     if cls is nn.modules.linear.NonDynamicallyQuantizableLinear:
-        return f"nn.MultiheadAttention reads its matrices itself ({cls.__name__})"
+        return f"{READ_BY_ATTENTION} ({cls.__name__})"
     return "not chosen" if cls is nn.Linear else f"{cls.__name__} is a subclass of nn.Linear"
 
 
@@ -264,10 +267,15 @@ def _others(m, names, share, notes: Notes, roles: Roles, seen: set[int]) -> Iter
             continue
         role = why_by_role(roles, names, m)
         known = role or (f"{kind}: no linear layer" if isinstance(m, nn.modules.conv._ConvNd) else None)
-        if isinstance(m, nn.MultiheadAttention):
-            known = "nn.MultiheadAttention reads its matrices itself"
+        attention = READ_BY_ATTENTION if isinstance(m, nn.MultiheadAttention) and known is None else None
+        if chosen := _multiplied_by(m, name):
+            yield LayerReport(
+                full, kind, tuple(p.shape), p.numel(), 2.0 * p.numel() * share, _part(notes, [full]), _formats(chosen),
+                _weight_format(chosen), None, places=len(names),
+            )  # fmt: skip
+            continue
         dims = "a 3-D parameter" if p.ndim == 3 else "a parameter"
-        reason = notes.left_out.get(names[0]) or known or f"convert does not know {kind} ({dims})"
+        reason = notes.left_out.get(names[0]) or known or attention or f"convert does not know {kind} ({dims})"
         active = share
         if p.ndim == 3 and share == 1 and (k := roles._top_k(m, roles.modules[names[0].rpartition(".")[0]])):
             active = min(k / p.shape[0], 1.0) if "expert" in full.lower() else 1.0
@@ -275,6 +283,13 @@ def _others(m, names, share, notes: Notes, roles: Roles, seen: set[int]) -> Iter
             full, kind, tuple(p.shape), p.numel(), 2.0 * p.numel() * active, None, None, PLAIN, reason,
             unknown=known is None and names[0] not in notes.left_out, places=len(names),
         )  # fmt: skip
+
+
+def _multiplied_by(m: nn.Module, parameter: str) -> Recipe | None:
+    """The recipe of the layers that multiply with a parameter, of adapters' modules (`quantized_parameters`)."""
+    name = getattr(m, "quantized_parameters", {}).get(parameter)
+    inner = next((x for x in getattr(m, name).modules() if isinstance(x, MXFP4Linear)), None) if name else None
+    return inner.recipe if inner is not None else None
 
 
 def _packed_linear(m: nn.Module) -> tuple[int, int] | None:

@@ -18,10 +18,10 @@ Q, K, V = "q_proj", "k_proj", "v_proj"
 
 PROJECTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("wq", "Wq", "query", "q", "q_lin", "query_proj", "to_q", "linear_q", "project_q", "q_head", "q_a_proj",
-                     "q_b_proj", "wq_a", "wq_b"), (Q,)),
+                     "q_b_proj", "wq_a", "wq_b", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"), (Q,)),
     **dict.fromkeys(("wk", "Wk", "key", "k", "k_lin", "key_proj", "to_k", "linear_k", "project_k", "k_head"), (K,)),
     **dict.fromkeys(("wkv", "kv_proj", "to_kv", "kv", "key_value", "kv_a_proj_with_mqa", "kv_a_proj", "kv_b_proj",
-                     "wkv_a", "wkv_b"), (K, V)),
+                     "wkv_a", "wkv_b", "linear_kv", "linear_kv_down_proj", "linear_kv_up_proj"), (K, V)),
     **dict.fromkeys(("c_attn", "Wqkv", "wqkv", "qkv", "qkv_proj", "query_key_value", "to_qkv", "in_proj_qkv",
                      "in_proj_qkvz", "att_proj", "attn_qkv", "linear_qkv", "W_pack"), (Q, K, V)),
 }  # fmt: skip

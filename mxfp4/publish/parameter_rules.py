@@ -127,6 +127,7 @@ RULES = {
     "width": _one_of(str, _benches("width")),
     "cpu": _one_of(str, _benches("cpu")),
     "text": Rule(str, _is_corpus, lambda scale: "the name of a corpus"),
+    "record": _one_of(str, _benches("families")),
     "questions": _one_of(str, lambda scale: list(load_study().questions)),
 }
 """{name of a parameter: its rule}."""

@@ -25,4 +25,5 @@ def test_a_family_trains_and_comes_back(name):
     assert found.weights > 0.8 and found.flops > 0.8
     assert found.query_key == QUERY_KEY.get(name, "k_proj, q_proj")
     assert found.head == HEADS.get(name, "lm_head")
+    assert sum(found.left_out.values()) == pytest.approx(1 - found.weights)
     assert found.losses[1] < found.losses[0]

@@ -9,7 +9,7 @@ import json
 import multiprocessing
 import socket
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -24,7 +24,11 @@ pytest.importorskip("torchtitan", reason="torchtitan is not installed (pip insta
 from torchtitan.components.metrics import DeviceMemStats
 from torchtitan.config import ConfigManager
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+from torchtitan.models.common.dist_gemm import RowParallelLinear
+from torchtitan.models.common.linear import ScaledBiasRowwiseLinear
+from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.llama3 import model_registry
+from torchtitan.protocols.module import Module
 
 from mxfp4.adapters import torchtitan as titan
 from mxfp4.errors import UserError
@@ -133,6 +137,120 @@ def test_what_cannot_work_is_refused_before_anything_is_built():
         titan.MXFP4LinearConverter.Config(recipe="mxfp4").build().convert(converted)
 
 
+DIM, HIDDEN, EXPERTS = 64, 96, 4
+
+
+def experts_config(**how):
+    def normal(weight):
+        torch.nn.init.normal_(weight, std=0.1)
+
+    init = {"w1_EFD": normal, "w2_EDF": normal, "w3_EFD": normal}
+    return GroupedExperts.Config(dim=DIM, hidden_dim=HIDDEN, num_experts=EXPERTS, param_init=init, **how)
+
+
+def converted_experts(recipe: str):
+    made = titan.MXFP4LinearConverter.Config(recipe=recipe, seed=3).build().convert(experts_config()).build()
+    assert all(isinstance(m, Module) for m in made.modules())
+    torch.manual_seed(0)
+    with torch.no_grad():
+        made.init_states()
+    return made
+
+
+def routed(module):
+    """(Y, dX, dW) of rows of which an expert gets none and two belong to no expert."""
+    x = torch.randn(42, DIM, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    y = module(x, torch.tensor([10, 0, 13, 17]))
+    y[:40].square().sum().backward()
+    return [y[:40].detach(), x.grad, *(p.grad for p in module.parameters())]
+
+
+def test_unquantized_experts_are_torchtitans():
+    stock = experts_config().build()
+    ours = converted_experts("bf16")
+    stock.load_state_dict(ours.state_dict())
+    for a, b in zip(routed(ours), routed(stock), strict=True):
+        a, b = (t[:40] if t.shape == (42, DIM) else t for t in (a, b))  # the others of dX are left unset there
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())  # BF16, other orders of sums
+
+
+def test_experts_compute_as_a_layer_each():
+    ours = converted_experts("mxfp4+rht16")
+    mxfp4.set_step(ours, 5)
+    y, dx, dw1, dw2, dw3 = routed(ours)
+    assert len({layer.draws.key(0) for layer in layers(ours).values()}) == 3 * EXPERTS
+    expert, rows = 2, slice(10, 23)
+    alone = {}
+    for name, weight in (("w1", ours.w1_EFD), ("w2", ours.w2_EDF), ("w3", ours.w3_EFD)):
+        linear = torch.nn.Linear(weight.shape[2], weight.shape[1], bias=False)
+        linear.weight = torch.nn.Parameter(weight[expert].detach().clone())
+        alone[name] = MXFP4Linear.from_linear(linear, "mxfp4+rht16", fqn=f".{expert}.{name}", seed=3)
+        mxfp4.set_step(alone[name], 5)
+    x = torch.randn(42, DIM, generator=torch.Generator().manual_seed(1))[rows].bfloat16().requires_grad_()
+    inner = torch.nn.functional.silu(alone["w1"](x)) * alone["w3"](x)
+    out = alone["w2"](inner).float()
+    out.square().sum().backward()
+    assert torch.equal(out, y[rows])
+    for name, grad in (("w1", dw1), ("w2", dw2), ("w3", dw3)):
+        assert torch.equal(alone[name].weight.grad, grad[expert]), name
+    assert not dw1[1].any() and torch.equal(dx[40:], torch.zeros(2, DIM))
+
+
+def test_what_would_run_in_bf16_is_refused_by_name():
+    def refused(match, model, **how):
+        converter = titan.MXFP4LinearConverter.Config(recipe="mxfp4", **how).build()
+        with pytest.raises(UserError, match=match):
+            converter.convert(model)
+
+    refused(
+        r"layers\.0\.attention\.qkv_linear: tp_gemm_backend='dist_gemm' \(AllGatherFusedQKVLinear\)",
+        model_registry("debugmodel", tp_gemm_backend="dist_gemm").model,
+    )
+    model = model_registry("debugmodel").model
+    attention = model.layers[1].attention
+    for kind, match in (
+        (RowParallelLinear, r"layers\.1\.attention\.wo: tp_gemm_backend='dist_gemm'"),
+        (ScaledBiasRowwiseLinear, r"layers\.1\.attention\.wo: ScaledBiasRowwiseLinear .* skip=\[\.\.\., 'wo'\]"),
+    ):
+        attention.wo = kind.Config(in_features=256, out_features=256)
+        refused(match, model)
+    left_out = titan.MXFP4LinearConverter.Config(recipe="mxfp4", skip=["wo", "lm_head"]).build().convert(model)
+    assert type(left_out.layers[1].attention.wo) is ScaledBiasRowwiseLinear.Config
+
+    class OtherExperts(GroupedExperts):
+        @dataclass(kw_only=True, slots=True)
+        class Config(GroupedExperts.Config):
+            pass
+
+    block = model.layers[1].feed_forward
+    block.w1 = OtherExperts.Config(dim=DIM, hidden_dim=HIDDEN, num_experts=EXPERTS)
+    refused(r"layers\.1\.feed_forward\.w1: .*OtherExperts cannot be converted", model, skip=["wo"])
+    block.w1 = experts_config()
+    refused(r"w1: compile.enable=True does not work", model, skip=["wo"], model_compile_enabled=True)
+    block.w1 = replace(experts_config(), hidden_dim=100)
+    with pytest.raises(ValueError, match=r"layers\.1\.feed_forward\.w1.*100"):
+        titan.MXFP4LinearConverter.Config(recipe="mxfp4", skip=["wo"]).build().convert(model)
+
+
+def test_experts_of_several_ranks_are_refused():
+    class Dims:
+        ep, tp = 2, 1
+
+    with pytest.raises(UserError, match="ep=2 splits the experts"):
+        converted_experts("mxfp4").parallelize(Dims())
+
+
+def test_a_block_compiles_whole():
+    model = built(spec_of("mxfp4+rht16"))
+    mxfp4.set_step(model, 1)
+    feed_forward = model.layers["0"].feed_forward
+    x = torch.randn(1, 32, 256, generator=torch.Generator().manual_seed(0))
+    eager = feed_forward(x)
+    mxfp4.set_step(model, 1)
+    compiled = torch.compile(feed_forward, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), eager)
+
+
 def test_the_8b_configuration_is_p1s_and_takes_any_recipe():
     config = ConfigManager().parse_args([*MODULE, "--config", "llama3_8b", "--recipe", "mxfp4+rceil+sr"])
     assert isinstance(config, titan.MXFP4Trainer.Config) and config.recipe == "mxfp4+rceil+sr"
@@ -145,6 +263,7 @@ def test_the_8b_configuration_is_p1s_and_takes_any_recipe():
     schedule = config.lr_scheduler
     assert (schedule.warmup_steps, schedule.total_steps, schedule.decay_type) == (128, 1_200_000, "cosine")
     assert config.validator.freq * 32 == 12_288
+    assert config.compile.enable and config.activation_checkpoint is None
     scale = get_scale("mi355x")
     assert (config.training.steps, config.validator.freq, config.validator.steps * 8) == (
         scale.steps, scale.eval_every, scale.eval_sequences

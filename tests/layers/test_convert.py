@@ -246,11 +246,3 @@ def test_an_optimizer_made_before_trains_the_converted_model(x):
     convert(model, "mxfp4")(x).sum().backward()
     optimizer.step()
     assert not torch.equal(model[0].weight, before)
-
-
-def test_the_report_is_a_function_and_a_folder():
-    """`mxfp4.report` stays callable when the folder of that name is imported."""
-    import mxfp4.report as folder
-
-    model = convert(nn.Sequential(nn.Linear(64, 64)), "mxfp4")
-    assert folder(model) == mxfp4.report(model)

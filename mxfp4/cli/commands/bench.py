@@ -1,4 +1,7 @@
-"""`mxfp4 bench kernels|step|model|cpu|host`: speed here, after a check of the results, with whatever rivals are installed."""
+"""`mxfp4 bench kernels|step|model|cpu|host`: speed here, after a check of the results, with whatever rivals are installed.
+
+`mxfp4 bench families` converts, trains, saves and reloads a tiny model of each family of transformers, and times nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,18 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "bench", help="speed of kernels, steps, attention and loss, the CPU path, a layer", description=__doc__
     )
     parser.add_argument(
-        "what", choices=("kernels", "step", "model", "cpu", "host"), help="kernels, step and model need a GPU"
+        "what",
+        choices=("kernels", "step", "model", "cpu", "host", "families"),
+        help="kernels, step and model need a GPU",
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE",
         help="write machine and results to FILE (step, model: default runs/bench/<what>-<device>.json, which pages show)",
     )  # fmt: skip
     parser.add_argument("--no-rivals", action="store_true", help="leave out other packages and compiled twins")
-    parser.add_argument("--recipe", action="append", help="step, host: only these recipes; may be repeated")
+    parser.add_argument(
+        "--recipe", action="append", help="step, host: only these recipes; may be repeated; families: the one"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="host: where; default: a GPU where there is one")
     parser.add_argument("--eager", action="store_true", help="host: not the compiled layers")
     for name, default, what in (("in-features", 1024, "in"), ("out-features", 1024, "out"), ("tokens", 2048, "tokens")):
@@ -35,13 +42,14 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from mxfp4.bench import cpu as bench_cpu
+    from mxfp4.bench import families as bench_families
     from mxfp4.bench import host as bench_host
     from mxfp4.bench import kernels as bench_kernels
     from mxfp4.bench import model as bench_model
     from mxfp4.bench import results as bench
     from mxfp4.bench import step as bench_step
 
-    kept, device = None, "cpu" if args.what == "cpu" else "cuda"
+    kept, device = None, "cpu" if args.what in ("cpu", "families") else "cuda"
     if args.what == "host":
         device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
@@ -58,6 +66,10 @@ def run(args: argparse.Namespace) -> int:
         sizes = bench_host.Sizes(args.in_features, args.out_features, args.tokens)
         recipes, compiled = tuple(args.recipe or bench_host.RECIPES), (False,) if args.eager else (False, True)
         measurements = bench_host.rows(device, sizes, recipes, compiled, args.iterations)
+    elif args.what == "families":
+        if len(args.recipe or ()) > 1:
+            raise UserError(f"mxfp4 bench families takes one recipe; {len(args.recipe)} are given")
+        measurements = bench_families.rows(*(args.recipe or ()))
     else:
         measurements = {"cpu": bench_cpu, "kernels": bench_kernels}[args.what].rows(not args.no_rivals)
     rows = []
@@ -89,6 +101,8 @@ def _line(row: dict) -> str:
         "peak_bytes": "{:.3e} B at the peak",
         "time_ratio": "{:.3f} of the BF16 time",
         "memory_ratio": "{:.3f} of its memory",
+        "weights": "{:.1%} of the weights quantized",
+        "flops": "{:.1%} of the FLOPs",
     }
     text = "  ".join(form.format(row[key]) for key, form in shown.items() if row.get(key) is not None)
     if "gpu_seconds" in row:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from itertools import count
+from types import CodeType
 from typing import Any
 
 import torch
@@ -134,8 +135,16 @@ class LayerDraws:
         return kept[self][counts[self] - 1]
 
 
-_FORWARD = checkpoint.CheckpointFunction.forward.__code__
-_BACKWARD = checkpoint.CheckpointFunction.backward.__code__
+_reentrant: set[CodeType] = set()
+"""Forward and backward of the autograd functions that run a forward again inside a backward, each with its `ctx`."""
+
+
+def know_checkpoint(function: type[torch.autograd.Function]) -> None:
+    """Repeat the random numbers in forwards that `function`, another library's reentrant checkpoint, runs again."""
+    _reentrant.update((function.forward.__code__, function.backward.__code__))
+
+
+know_checkpoint(checkpoint.CheckpointFunction)
 
 
 def _checkpoint() -> Any:
@@ -152,7 +161,7 @@ def _checkpoint() -> Any:
         return None
     calls = sys._getframe(1)
     while calls is not None:
-        if calls.f_code in (_FORWARD, _BACKWARD):
+        if calls.f_code in _reentrant:
             return calls.f_locals["ctx"]
         calls = calls.f_back
     return None

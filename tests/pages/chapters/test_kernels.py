@@ -9,8 +9,8 @@ import pytest
 from mxfp4.analysis import published
 from mxfp4.bench import kernels as bench_kernels
 from mxfp4.errors import UserError
+from mxfp4.pages import roofline
 from mxfp4.pages.chapters import kernels as kernel_tables
-from mxfp4.pages.chapters import roofline
 from mxfp4.publish.notebook import records_fingerprint
 
 
