@@ -104,9 +104,10 @@ def dry_run(
     """
     if plan.scale.jobs < 1:
         raise UserError(f"jobs={plan.scale.jobs} must be at least 1")
-    execution = Execution(**plan.scale.execution())
     machine = machine_for(plan.scale.name, gpus, memory_gb)
     device = "cuda" if machine.gpus else "cpu"
+    plan = replace(plan, scale=plan.scale.on_device(device))
+    execution = Execution(**plan.scale.execution())
     status = plan.status(store, device)
     if keep_weights:
         status = [_for_weights(a, store, device) for a in status]
