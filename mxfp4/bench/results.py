@@ -23,10 +23,10 @@ from mxfp4.studies.machine import git_state, machine
 MAKERS = ("AMD", "NVIDIA", "Instinct")
 
 
-def write(path: Path, kind: str, device: str, rows: list[dict]) -> None:
-    """{kind, machine, git, rows} as JSON at `path`."""
+def write(path: Path, kind: str, device: str, rows: list[dict], **more: object) -> None:
+    """{kind, machine, git, rows} and `more` as JSON at `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = {"kind": kind, "machine": machine(device), "git": git_state(), "rows": rows}
+    data = {"kind": kind, "machine": machine(device), "git": git_state(), "rows": rows, **more}
     new = path.with_name(path.name + ".new")
     new.write_text(json.dumps(data, indent=1) + "\n")
     new.replace(path)

@@ -103,8 +103,16 @@ OWN_SETTINGS = ("sizes", "moe", "synthetic")
 """Plans that a scale has only with settings for them."""
 TIERS = ("first", "table1", "rest")
 """What "all" runs one after the other at a scale with seeds of its own for the first."""
+FORWARD = 1 / 3
+"""Assumed: an evaluation's share of the time of a step on as many sequences; the rest is the backward."""
 LAPTOP = ("table1", "disagreement", "p2", "synthetic")
 """Plans of a laptop's `all`, which is to take minutes; the others run when they are asked for."""
+
+
+def steps_worth(config: TrainConfig, step: int = 0) -> float:
+    """What is left of an arm after `step` in training steps, with its evaluations at their part of a step's time."""
+    evaluations = math.ceil(config.steps / config.eval_every) - step // config.eval_every + (step == 0)
+    return config.steps - step + evaluations * config.eval_sequences / config.batch_size * FORWARD
 
 
 def plans_of(scale: Scale) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ import os
 import sys
 import time
 import uuid
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -78,6 +79,7 @@ def run_plan(
     device = torch.device(device or ("cpu" if gpus == 0 else default_device()))
     if plan.scale.needs_gpu and device.type != "cuda":
         raise UserError(no_gpu(plan.scale, device.type))
+    plan = replace(plan, scale=plan.scale.on_device(device.type))
     options = {"corpus": corpus, "max_minutes": max_minutes, "last_start": last_start, "keep_weights": keep_weights,
                "again": again, "tolerance": tolerance, "monitoring": monitoring or Monitoring()}  # fmt: skip
     if distributed.launched():

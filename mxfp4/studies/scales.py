@@ -95,8 +95,18 @@ class Scale:
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether steps are executed as a GPU does: its models are too large for a CPU."""
-        return self.compile or self.capture
+        """Whether steps are executed as a GPU does: its models are too large for a CPU, but for one of a trial."""
+        return (self.compile or self.capture) and not self.is_trial
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether this is a scale as arms on the toy C4 have it."""
+        return bool(self.trial) and all(getattr(self, name) == value for name, value in self.trial.items())
+
+    def on_device(self, kind: str) -> Scale:
+        """The scale as a device of type `kind` executes it: a CPU takes a trial's blocks eagerly, as compiling them takes
+        longer than the trial."""
+        return replace(self, compile=False, capture=False) if kind == "cpu" and self.is_trial else self
 
     @property
     def spread(self) -> bool:
@@ -262,25 +272,25 @@ MI355X = Scale(
     cross_entropy="chunked",
     append_eod=False,  # as the reference, whose documents are joined without a token in between
 )
-# On the toy C4 the same machinery trains a model that takes seconds.
+# On the toy C4 the same machinery trains a model that takes seconds on a GPU and minutes on two cores.
 TRIAL = {
     "model": ModelConfig(
         vocab_size=4096,
-        dim=512,
-        n_layers=4,
-        n_heads=8,
+        dim=256,
+        n_layers=2,
+        n_heads=4,
         n_kv_heads=2,
-        ffn_dim=1536,
-        max_seq_len=512,
+        ffn_dim=768,
+        max_seq_len=256,
         rope_theta=500000.0,
     ),
-    "seq_len": 512,
-    "steps": 48,
+    "seq_len": 256,
+    "steps": 24,
     "lr": 2e-3,
     "lr_min": 2e-4,
-    "warmup": 8,
-    "eval_every": 16,
-    "eval_sequences": 64,
+    "warmup": 4,
+    "eval_every": 8,
+    "eval_sequences": 32,
     "decay_steps": 0,
     "target_loss": None,
     "stop_at_target": False,

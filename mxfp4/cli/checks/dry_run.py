@@ -7,7 +7,6 @@ is counted from the configuration. `dry_run_text` prints it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from mxfp4.studies.memory_check import (
     too_large,
     too_much_staged,
 )  # fmt: skip
-from mxfp4.studies.plans import BASES, TIERS, ArmStatus, Plan, device_seconds, tier_of
+from mxfp4.studies.plans import BASES, TIERS, ArmStatus, Plan, device_seconds, steps_worth, tier_of
 from mxfp4.studies.store import Store
 from mxfp4.training import weights
 from mxfp4.training.checkpoints import checkpoint
@@ -38,8 +37,6 @@ from mxfp4.training.memory import Memory
 
 LOGGED = {"fp8": "FP8", "mxfp4+h16": "MXFP4 + H16"}
 """Recipes that the public logs timed, as the logs call them."""
-FORWARD = 1 / 3
-"""Assumed: an evaluation's share of the time of a step on as many sequences; the rest is the backward."""
 WEIGHTS = 4
 """Bytes of a parameter in kept weights: FP32."""
 RECORD_BYTES_PER_STEP = 64
@@ -107,9 +104,10 @@ def dry_run(
     """
     if plan.scale.jobs < 1:
         raise UserError(f"jobs={plan.scale.jobs} must be at least 1")
-    execution = Execution(**plan.scale.execution())
     machine = machine_for(plan.scale.name, gpus, memory_gb)
     device = "cuda" if machine.gpus else "cpu"
+    plan = replace(plan, scale=plan.scale.on_device(device))
+    execution = Execution(**plan.scale.execution())
     status = plan.status(store, device)
     if keep_weights:
         status = [_for_weights(a, store, device) for a in status]
@@ -182,12 +180,6 @@ def _cost(arm: ArmStatus, ranks: int) -> Cost:
         source = f"{row['source']} ({row['mark']})" + (f", scaled from {P1_GPUS} GPUs" if ranks != P1_GPUS else "")
         return Cost(arm, per_step / ranks, source, hours, per_step * steps_worth(config, arm.step) / 3600)
     return Cost(arm, None, "unknown", None, None)
-
-
-def steps_worth(config: TrainConfig, step: int = 0) -> float:
-    """What is left of an arm after `step` in training steps, with its evaluations at their part of a step's time."""
-    evaluations = math.ceil(config.steps / config.eval_every) - step // config.eval_every + (step == 0)
-    return config.steps - step + evaluations * config.eval_sequences / config.batch_size * FORWARD
 
 
 def budget_hours(costs: Sequence[Cost]) -> float | None:
