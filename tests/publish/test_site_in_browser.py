@@ -5,24 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mxfp4.directories import project_dir
-from mxfp4.publish.notebook import run_notebook
-from mxfp4.publish.site import build_site
 from tests.fakes.browser import BROWSER, open_page
-from tests.fakes.minibook import make
 
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """The mini book, run and built once."""
-    root = tmp_path_factory.mktemp("mini")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(root)
-        patch.setenv("MXFP4_RUNS", str(root / "runs"))
-        book = make(root)
-        done = run_notebook(book / "charts.md")
-        return build_site(book, done.path.parent, scale="cpu").path
 
 
 @needs_browser
