@@ -10,9 +10,11 @@ inputs give the same bytes.
 
 from __future__ import annotations
 
+import base64
 import datetime
 import hashlib
 import html
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -20,6 +22,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +102,7 @@ def build_site(
     (source / PAGES_FILE).write_text(about, encoding="utf-8")
     work = out / "work"
     shutil.rmtree(work, ignore_errors=True)
-    _sphinx(source, work, out / "log.txt")
+    run_sphinx(source, work, out / "log.txt")
     fresh = work / "_build" / "html"
     _add_libraries(fresh, out / "cache")
     for name, content in collected.files.items():
@@ -155,7 +158,8 @@ def content_date(book: Path, notebooks: Path) -> str | None:
     given = os.environ.get("SOURCE_DATE_EPOCH", "")
     if given.isdigit():
         return datetime.datetime.fromtimestamp(int(given), datetime.UTC).date().isoformat()
-    command = ["git", "-C", str(book), "log", "-1", "--format=%cs", "--", str(book), str(notebooks)]
+    inside = [str(p.resolve()) for p in (book, notebooks) if p.resolve().is_relative_to(book.resolve().parent)]
+    command = ["git", "-C", str(book), "log", "-1", "--format=%cs", "--", *inside]
     try:
         done = subprocess.run(command, text=True, capture_output=True, stdin=subprocess.DEVNULL)
     except OSError:  # no git here
@@ -218,7 +222,7 @@ def _collect(book: Path, pages: list[str], notebooks: Path, scale: str) -> _Page
             or about.get("records_sha256", records) != records  # older runs do not say
         ):
             stale.append(page)
-        staged[f"{page}.ipynb"] = json.dumps(present(node), indent=1, ensure_ascii=False, sort_keys=True)
+        staged[f"{page}.ipynb"] = json.dumps(present(node, page, files), indent=1, ensure_ascii=False, sort_keys=True)
     if missing:
         raise UserError(
             f"not run yet at scale {scale}: {', '.join(missing)}; run `mxfp4 run {missing[0]} --scale {scale}`"
@@ -237,10 +241,14 @@ def _relink(text: str, staged: dict[str, str]) -> str:
     return re.sub(r"\]\((?P<page>[\w/-]+)\.md(?P<anchor>(?:#[\w-]*)?)\)", target, text)
 
 
-def present(node: dict) -> dict:
-    """An executed notebook (nbformat JSON) as its page shows it: charts for Vega, code folded, the run named."""
+def present(node: dict, page: str = "", files: dict[str, bytes] | None = None) -> dict:
+    """An executed notebook (nbformat JSON) as its page shows it: charts for Vega, code folded, the run named.
+
+    files: takes the charts' still pictures, {path in the site: PNG}; without it they stay inside the page.
+    """
     from mxfp4.pages.charts import METADATA, figure_html
 
+    charts = 0
     for cell in node["cells"]:
         if cell["cell_type"] != "code":
             continue
@@ -253,35 +261,43 @@ def present(node: dict) -> dict:
             if ours.get("caption") is True:
                 continue  # the figure carries its caption
             if "vegalite" in ours:
-                png = "".join(output["data"]["image/png"])
+                still = f"data:image/png;base64,{''.join(output['data']['image/png']).strip()}"
+                if files is not None:
+                    charts += 1
+                    path = f"_figures/{page.replace('/', '-')}-{charts:02d}.png"
+                    files[path] = base64.b64decode(still.partition(",")[2])
+                    still = "../" * page.count("/") + path
                 output = {
                     "output_type": "display_data",
                     "metadata": {},
-                    "data": {"text/html": figure_html(ours["vegalite"], ours["caption"], png)},
+                    "data": {"text/html": figure_html(ours["vegalite"], ours["caption"], still)},
                 }
             outputs.append(output)
         cell["outputs"] = outputs
     about = node["metadata"].get("mxfp4")
     if about:
-        source = _about(about, _parameters_cell(node))
+        source = _about(about, parameters_cell(node))
         node["cells"].append({"cell_type": "markdown", "id": "about-this-run", "metadata": {}, "source": source})
     return node
 
 
-def _parameters_cell(node: dict) -> str:
+def parameters_cell(node: Mapping[str, Any]) -> str:
+    """The source of a notebook's parameters cell, with the defaults; empty without one."""
     cells = [c for c in node["cells"] if "parameters" in c["metadata"].get("tags", [])]
     return "".join(cells[0]["source"]) if cells else ""
 
 
-def _about(about: dict, parameters_cell: str) -> str:
+def _about(about: dict, declared: str) -> str:
     """The page's last paragraph: from which run it was rendered, how to have another, and the page's parameters."""
-    given = "".join(f" {name}={_word(value)}" for name, value in about.get("parameters", {}).items() if name != "scale")
+    given = "".join(
+        f" {name}={as_word(value)}" for name, value in about.get("parameters", {}).items() if name != "scale"
+    )
     command = f"mxfp4 run book/{about['source']} --scale {about['scale']}" + (f" -p{given}" if given else "")
     name = Path(about["source"]).stem
-    known = read_parameters(parameters_cell, about["source"])
+    known = read_parameters(declared, about["source"])
     rows = "".join(
         f"<tr><td><code>{p.name}</code></td><td>{html.escape(p.type)}</td>"
-        f"<td><code>{html.escape(_word(about['parameters'].get(p.name, p.default)))}</code></td>"
+        f"<td><code>{html.escape(as_word(about['parameters'].get(p.name, p.default)))}</code></td>"
         f"<td>{html.escape(p.help)}</td></tr>"
         for p in known.values()
     )
@@ -305,13 +321,13 @@ def _papermill(about: dict, known: dict[str, Parameter]) -> str:
         if isinstance(value, (list, tuple)):
             words += f" -y '{name}: {json.dumps(list(value))}'"
         else:
-            words += f" -p {name} {_word(value)}"
+            words += f" -p {name} {as_word(value)}"
     return words
 
 
-def _word(value) -> str:
+def as_word(value: Any) -> str:
     """A parameter's value as a shell word."""
-    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
     return text if re.fullmatch(r"[\w.,+:/-]+", text) else "'" + text.replace("'", "'\\''") + "'"
 
 
@@ -331,10 +347,21 @@ def _key(book: Path, staged: dict[str, str], files: dict[str, bytes]) -> str:
     return digest.hexdigest()
 
 
-def _sphinx(source: Path, work: Path, log: Path) -> None:
-    """Run jupyter-book on `source`; warnings are errors. What it printed is kept in `log`."""
+def run_sphinx(source: Path, work: Path, log: Path, *, strict: bool = True) -> None:
+    """Run jupyter-book on `source`; the site is work/_build/html, what it printed is kept in `log`.
+
+    strict: warnings are errors. Raises UserError with the first problem.
+    """
     program = "import sys; from jupyter_book.cli.main import main; sys.exit(main())"
-    options = ["build", str(source), "--path-output", str(work), "-W", "-n", "--keep-going", "-q"]
+    options = [
+        "build",
+        str(source),
+        "--path-output",
+        str(work),
+        "--keep-going",
+        "-q",
+        *(("-W", "-n") if strict else ()),
+    ]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "NO_COLOR": "1", "TERM": "dumb"}
     done = subprocess.run(
         [sys.executable, "-c", program, *options],
@@ -359,21 +386,32 @@ def _sphinx(source: Path, work: Path, log: Path) -> None:
 
 def _add_libraries(site: Path, cache: Path) -> None:
     """Put Vega and MathJax beside the pages, out of the installed wheels."""
+    from mxfp4.pages.charts import VL_VERSION
+
+    bundle = cache / f"vega-{VL_VERSION}-{importlib.metadata.version('vl-convert-python')}.js"
+    if not bundle.is_file():
+        cache.mkdir(parents=True, exist_ok=True)
+        bundle.write_text(vega_script(), encoding="utf-8")
+    (site / "_static" / "vega").mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(bundle, site / "_static" / "vega" / "vega.js")
+    (site / "_static" / "mathjax").mkdir(exist_ok=True)
+    shutil.copyfile(mathjax_file(), site / "_static" / "mathjax" / mathjax_file().name)
+
+
+def vega_script() -> str:
+    """JavaScript that makes Vega's `embed` a member of window.mxfp4Vega."""
     import vl_convert
 
     from mxfp4.pages.charts import VL_VERSION
 
-    bundle = cache / f"vega-{VL_VERSION}-{vl_convert.__version__}.js"
-    if not bundle.is_file():
-        code = vl_convert.javascript_bundle(snippet="window.mxfp4Vega = {embed: vegaEmbed};", vl_version=VL_VERSION)
-        cache.mkdir(parents=True, exist_ok=True)
-        # A bundle declares hundreds of short global names; in a function they cannot meet those of Sphinx's scripts.
-        bundle.write_text(f"(function () {{\n{code}\n}})();\n", encoding="utf-8")
-    (site / "_static" / "vega").mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(bundle, site / "_static" / "vega" / "vega.js")
+    code = vl_convert.javascript_bundle(snippet="window.mxfp4Vega = {embed: vegaEmbed};", vl_version=VL_VERSION)
+    # A bundle declares hundreds of short global names; in a function they cannot meet those of Sphinx's scripts.
+    return f"(function () {{\n{code}\n}})();\n"
+
+
+def mathjax_file() -> Path:
+    """MathJax as one file, out of its wheel. Raises UserError where that is not installed."""
     found = importlib.util.find_spec("sphinx-mathjax-offline")
     if found is None or not found.origin:
         raise UserError("sphinx-mathjax-offline is not installed: run `make env` or `pip install 'mxfp4[book]'`")
-    mathjax = Path(found.origin).parent / "static" / "mathjax" / "tex-svg-full.js"
-    (site / "_static" / "mathjax").mkdir(exist_ok=True)
-    shutil.copyfile(mathjax, site / "_static" / "mathjax" / mathjax.name)
+    return Path(found.origin).parent / "static" / "mathjax" / "tex-svg-full.js"

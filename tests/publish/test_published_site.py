@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
 import re
 import struct
 import zipfile
+from pathlib import Path
 
 import pytest
+import yaml
 
+from mxfp4 import cli
 from mxfp4.errors import UserError
-from mxfp4.publish.addresses import Addresses, find_addresses, read_redirects
+from mxfp4.publish.addresses import (
+    REPOSITORY_VARIABLE,
+    SITE_VARIABLE,
+    Addresses,
+    find_addresses,
+    read_redirects,
+)
 from mxfp4.publish.downloads import chart_tables, data_archive, downloads
 from mxfp4.publish.link_check import check_site
+from mxfp4.publish.notebook import Run
+from tests.fakes.browser import BROWSER, open_page
 
 
 def test_line_under_the_title(site):
@@ -37,6 +49,13 @@ def test_page_offers_its_notebook_and_its_data(site):
     rows = list(csv.DictReader(io.StringIO(archive.read("figure-01.csv").decode())))
     assert [int(row["y"]) for row in rows] == [i * i for i in range(12)] and rows[1]["kind"] == "b"
     assert "figure-01.csv: Squares, </script> & all." in archive.read("figures.txt").decode()
+
+
+def test_pictures_lie_beside_the_page(site):
+    page = (site / "charts.html").read_text()
+    pictures = re.findall(r'class="mx-still" alt="[^"]*" src="(.*?)"', page)
+    assert pictures == ["_figures/charts-01.png", "_figures/charts-02.png"]
+    assert all((site / path).read_bytes().startswith(b"\x89PNG") for path in pictures)
 
 
 def test_downloaded_notebook_runs_outside_the_checkout(site, tmp_path, monkeypatch):
@@ -135,3 +154,50 @@ def test_addresses_come_from_options_then_the_environment(monkeypatch):
     for wrong in ("example.org", "file:///a", "https://example.org/?a=1"):
         with pytest.raises(UserError, match="the site's address '.*': allowed is one such as https://example.org/book"):
             find_addresses(wrong)
+
+
+@pytest.fixture(scope="module")
+def other_run(site, tmp_path_factory):
+    """What `mxfp4 run charts -p points=6` leaves and prints; the run itself is the book's, under other parameters."""
+    root = site.parents[2]
+    node = json.loads((site / "_downloads" / "charts.ipynb").read_text())
+    node["metadata"]["mxfp4"]["parameters"]["points"] = 6
+    notebook = tmp_path_factory.mktemp("other") / "charts-0123abcd.ipynb"
+    notebook.write_text(json.dumps(node))
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.chdir(root)
+        patch.delenv("MXFP4_SITE_URL", raising=False)
+        patch.setattr("mxfp4.publish.notebook.run_notebook", lambda *a, **k: Run(notebook, skipped=False, seconds=1))
+        assert cli.main(["run", "charts", "-p", "points=6"]) == 0
+    return notebook.with_suffix(".html"), printed.getvalue()
+
+
+def test_run_with_other_parameters_leaves_a_page(other_run):
+    path, printed = other_run
+    assert f"page: {path} (one file, opens offline)" in printed
+    page = path.read_text()
+    box = re.search(r'<div class="mx-differs">(.*?)</div>', page, re.DOTALL)[1]
+    assert "<code>points</code></th><td>6</td><td>12</td>" in box and "scale" not in box
+    # The other page's link is text, the citation leads to the reference below.
+    assert "see the other page" in page and "other.html" not in page
+    assert "Cim" in page and 'href="#references"' in page
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_that_page_opens_offline(other_run, tmp_path):
+    page = open_page(other_run[0], tmp_path)
+    assert [chart.marks for chart in page.charts] == [12, 12]
+    assert not any(chart.still_shown for chart in page.charts)
+    assert page.formulas == 2 and page.requests == []
+
+
+def test_workflow_builds_what_it_publishes():
+    root = Path(__file__).parents[2]
+    jobs = yaml.safe_load((root / ".github" / "workflows" / "site.yml").read_text())["jobs"]
+    (build,) = [step for step in jobs["build"]["steps"] if step.get("name") == "Build"]
+    assert set(build["env"]) == {SITE_VARIABLE, REPOSITORY_VARIABLE}
+    (target,) = re.findall(r"make (\w+)", build["run"])
+    assert re.search(rf"^{target}: ", (root / "Makefile").read_text(), re.MULTILINE)
+    assert jobs["build"]["steps"][-1]["with"]["path"] == "book/_build/html"
+    assert jobs["publish"]["needs"] == "build" and jobs["publish"]["permissions"]["id-token"] == "write"
