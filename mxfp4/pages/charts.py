@@ -2,7 +2,7 @@
 
 `show(chart, caption=...)` displays a static PNG, which is what Jupyter, GitHub and a printer show, and puts the
 Vega-Lite specification into the output's metadata (`mxfp4`). The book build turns that output into HTML that a locally
-served Vega draws, with the PNG inside for when scripts are off (`figure_html`). Nothing loads from anywhere else.
+served Vega draws, with the PNG for when scripts are off (`figure_html`). Nothing loads from anywhere else.
 
 Colours are Okabe and Ito's (2008), then two of Tol's (2021), told apart with any colour vision and on light and dark
 ground.

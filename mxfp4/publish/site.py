@@ -314,14 +314,14 @@ def _about(about: dict, declared: str) -> str:
 
 
 def _papermill(about: dict, known: dict[str, Parameter]) -> str:
-    """Papermill's options for the parameters of a page: -p for plain values, -y (YAML) for lists."""
+    """Papermill's options for the parameters of a page: -p for numbers, -r for texts, -y (YAML) for lists."""
     words = ""
     for name in known:
         value = about["parameters"].get(name, known[name].default)
         if isinstance(value, (list, tuple)):
             words += f" -y '{name}: {json.dumps(list(value))}'"
         else:
-            words += f" -p {name} {as_word(value)}"
+            words += f" -{'r' if isinstance(value, str) else 'p'} {name} {as_word(value)}"
     return words
 
 

@@ -75,7 +75,7 @@ def test_page_says_how_to_run_it_again(site):
     folded = page[page.index("Run this page with other parameters") :]
     code = re.sub(r"<[^>]*>", "", folded)
     assert "mxfp4 run book/charts.md --scale cpu -p points=12" in code
-    assert "papermill charts.ipynb again.ipynb -p points 12 -p scale cpu" in code
+    assert "papermill charts.ipynb again.ipynb -p points 12 -r scale cpu" in code
     assert "<td><code>points</code></td><td>int</td><td><code>12</code></td><td>marks in the first chart</td>" in folded
 
 
