@@ -7,7 +7,7 @@
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help reproduce test lint format env data data-text prepare train notebooks book run serve clean distclean
+.PHONY: help reproduce test lint format env data data-text prepare train notebooks book pdf run serve clean distclean
 
 SCALE ?= auto
 CORPUS ?=
@@ -116,6 +116,9 @@ notebooks: env data ## run every notebook whose inputs have changed
 
 book: env ## build the site from the executed notebooks (runs nothing)
 	@$(MXFP4) book --scale $(AT)
+
+pdf: env ## print the site as one PDF, book/_build/book.pdf (needs Chromium)
+	@$(MXFP4) book --scale $(AT) --pdf
 
 run: env data ## run one notebook: make run NB=NAME P="name=value ..."
 	@[ -n "$(NB)" ] || { echo "error: say which notebook, e.g. make run NB=format P=\"seed=1\""; exit 1; }

@@ -3,7 +3,7 @@
 (function () {
   "use strict";
   const here = document.currentScript.src;
-  const bundle = new URL("vega/vega.js", here).href;
+  const bundle = here ? new URL("vega/vega.js", here).href : ""; // a page of its own holds both scripts
   const INK = {
     light: { ink: "#1f2328", muted: "#57606a", grid: "#d8dee4" },
     dark: { ink: "#e6edf3", muted: "#9da7b1", grid: "#3d444d" },
@@ -101,12 +101,14 @@
 
   function start() {
     if (!document.querySelector(".mx-figure")) return;
-    const script = document.createElement("script");
-    script.src = bundle;
-    script.onload = function () {
+    function ready() {
       drawAll();
       new MutationObserver(drawAll).observe(document.documentElement, { attributeFilter: ["data-theme"] });
-    };
+    }
+    if (window.mxfp4Vega) return ready();
+    const script = document.createElement("script");
+    script.src = bundle;
+    script.onload = ready;
     document.head.appendChild(script);
   }
 

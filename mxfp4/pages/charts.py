@@ -2,7 +2,7 @@
 
 `show(chart, caption=...)` displays a static PNG, which is what Jupyter, GitHub and a printer show, and puts the
 Vega-Lite specification into the output's metadata (`mxfp4`). The book build turns that output into HTML that a locally
-served Vega draws, with the PNG inside for when scripts are off (`figure_html`). Nothing loads from anywhere else.
+served Vega draws, with the PNG for when scripts are off (`figure_html`). Nothing loads from anywhere else.
 
 Colours are Okabe and Ito's (2008), then two of Tol's (2021), told apart with any colour vision and on light and dark
 ground.
@@ -145,15 +145,16 @@ def _faceted(spec: Mapping[str, Any]) -> bool:
     return any(channel in encoding for encoding in encodings for channel in ("row", "column", "facet"))
 
 
-def figure_html(spec: Mapping[str, Any], caption: str, png: str) -> str:
-    """HTML of one chart for a page with mxfp4-charts.js: the specification, and the PNG (base64) until it is drawn."""
+def figure_html(spec: Mapping[str, Any], caption: str, still: str) -> str:
+    """HTML of one chart for a page with mxfp4-charts.js: the specification, and the picture at the address `still` until
+    it is drawn."""
     # "</script>" inside the data would end the element; "<" as an escape is the same JSON.
     data = json.dumps(spec, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
     text = html.escape(caption)
     return (
         f'<figure class="mx-figure" aria-label="{text}">'
         f'<script type="application/json" class="mx-spec">{data}</script>'
-        f'<div class="mx-vega"><img class="mx-still" alt="{text}" src="data:image/png;base64,{png.strip()}"></div>'
+        f'<div class="mx-vega"><img class="mx-still" alt="{text}" src="{still}"></div>'
         f"<figcaption>{text}</figcaption></figure>"
     )
 

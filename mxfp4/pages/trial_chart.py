@@ -94,7 +94,7 @@ def write(trial: Trial, folder: Path) -> list[Path]:
     text = f"{caption(trial)} {trial.warning}".strip()
     bundle, metadata = render(chart(trial), text)
     png = bundle["image/png"]
-    figure = figure_html(metadata[METADATA]["vegalite"], text, png)
+    figure = figure_html(metadata[METADATA]["vegalite"], text, f"data:image/png;base64,{png}")
     code = vl_convert.javascript_bundle(snippet="window.mxfp4Vega = {embed: vegaEmbed};", vl_version=VL_VERSION)
     code = code.replace(EDITOR, "").replace("</script", "<\\/script")
     note = f'<p class="mx-note">{html.escape(trial.resolution_text)}</p>'

@@ -32,16 +32,20 @@ def code_fingerprint(code: str) -> str:
             IPython's magics, counts as reaching every module.
 
     """
-    try:
-        names = _imports(ast.parse(code), PACKAGE + ".")
-    except SyntaxError:
-        names = set(sources())
     digest = hashlib.sha256()
-    for name in sorted(reached(names)):
+    for name in sorted(reached(imported(code))):
         digest.update(f"{name}\0{_module_hash(name)}\n".encode())
         if name in BESIDE and (path := project_dir() / BESIDE[name]).is_file():
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def imported(code: str) -> set[str]:
+    """Full names that `code` imports out of this package; all of its modules where `code` is not plain Python."""
+    try:
+        return _imports(ast.parse(code), PACKAGE + ".")
+    except SyntaxError:
+        return set(sources())
 
 
 def reached(names: Iterable[str]) -> set[str]:

@@ -23,6 +23,10 @@ def build(book):
     return build_site(book, book.parent / "notebooks", scale="cpu")
 
 
+def contents(site) -> dict[str, bytes]:
+    return {path.relative_to(site).as_posix(): path.read_bytes() for path in site.rglob("*") if path.is_file()}
+
+
 def refused(book) -> str:
     with pytest.raises(UserError) as caught:
         build(book)
@@ -32,11 +36,19 @@ def refused(book) -> str:
 
 def test_builds_then_skips_then_builds_again_on_a_change(book):
     first = build(book)
-    assert (first.path / "charts.html").is_file() and not first.skipped
+    before = contents(first.path)
+    assert "charts.html" in before and not first.skipped
+    # What only a site with an address has.
+    assert not {"sitemap.xml", "robots.txt", "_static/social-card.png"} & set(before)
+    assert b'rel="canonical"' not in before["charts.html"] and b"og:" not in before["charts.html"]
     assert build(book).skipped
     (book / "other.md").write_text("# Other\n\nAnother text.\n\n```{bibliography}\n```\n")
     again = build(book)
     assert not again.skipped and "Another text." in (again.path / "other.html").read_text()
+    # Whatever does not show the change has the same bytes.
+    after = contents(again.path)
+    differing = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    assert differing == {"other.html", "searchindex.js", ".made-from"}
 
 
 def test_chapters_run_before_a_record_came_are_named(tmp_path, monkeypatch):

@@ -5,24 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mxfp4.directories import project_dir
-from mxfp4.publish.notebook import run_notebook
-from mxfp4.publish.site import build_site
+from tests.fakes.accessibility import barriers
 from tests.fakes.browser import BROWSER, open_page
-from tests.fakes.minibook import make
 
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """The mini book, run and built once."""
-    root = tmp_path_factory.mktemp("mini")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(root)
-        patch.setenv("MXFP4_RUNS", str(root / "runs"))
-        book = make(root)
-        done = run_notebook(book / "charts.md")
-        return build_site(book, done.path.parent, scale="cpu").path
 
 
 @needs_browser
@@ -70,9 +56,29 @@ def test_the_browser_would_have_seen_a_request(tmp_path):
     assert sorted(set(page.requests)) == ["http://example.org/b.js", "https://cdn.example.org/a.png"]
 
 
+def test_pages_have_no_barriers(site):
+    assert {page.stem: barriers(page) for page in site.glob("[co]*.html")} == {"charts": [], "other": []}
+
+
+def test_barriers_are_found(tmp_path):
+    (tmp_path / "page.html").write_text(
+        "<html><body><article><h1 id='a'>A</h1><h3 id='a'>B</h3><table><tr><td>1</td></tr></table><img src='x.png'>"
+        "<a href='#a'></a><figure aria-label='same'></figure><figure aria-label='same'></figure></article></body></html>"
+    )
+    assert barriers(tmp_path / "page.html") == [
+        "a table without a header",
+        "a picture without alternative text: x.png",
+        "a link without a name",
+        "the language is ''",
+        "a heading of level 3 after one of level 1",
+        "a name used twice: figure: same",
+        "an anchor used twice: a",
+    ]
+
+
 def _built_pages():
     built = project_dir() / "book" / "_build" / "html"
-    return sorted(p for p in built.glob("*.html") if p.stem not in ("index", "genindex", "search"))
+    return sorted(p for p in built.glob("*.html") if p.stem not in ("index", "genindex", "search", "404"))
 
 
 @needs_browser
@@ -81,3 +87,9 @@ def test_every_chart_of_the_built_book_has_marks(path, tmp_path):
     page = open_page(path, tmp_path)
     assert [chart.label for chart in page.charts if chart.marks == 0 or chart.still_shown] == []
     assert page.requests == []
+
+
+@pytest.mark.parametrize("path", _built_pages(), ids=lambda p: p.stem)
+def test_every_page_of_the_built_book_has_no_barriers(path):
+    # A page that moved is no page any more.
+    assert "<article" not in path.read_text() or barriers(path) == []

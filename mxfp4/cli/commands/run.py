@@ -7,8 +7,12 @@ mxfp4 run --all --scale cpu
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from mxfp4.errors import UserError
+
+if TYPE_CHECKING:
+    from mxfp4.publish.notebook import Run
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -59,6 +63,25 @@ def run(args: argparse.Namespace) -> int:
             continue
         how = "already there" if done.skipped else f"run in {done.seconds:.0f} s"
         print(f"{source.stem}: {how} ({shown(done.path)})", flush=True)
+        if done.path.stem != source.stem:
+            _write_page(done)
     if failures:
         raise UserError("; ".join(failures))
     return 0
+
+
+def _write_page(done: Run) -> None:
+    """The page of a run that is not the book's; without it the notebook is there all the same."""
+    from mxfp4.directories import in_checkout, project_dir
+    from mxfp4.publish.notebook import shown
+    from mxfp4.publish.standalone import write_page
+
+    if not in_checkout():
+        return
+    try:
+        page = done.path.with_suffix(".html")
+        if not (done.skipped and page.is_file()):
+            write_page(done.path, page, project_dir() / "book")
+        print(f"  page: {shown(page)} (one file, opens offline)", flush=True)
+    except UserError as error:
+        print(f"  note: no page: {error}", flush=True)
