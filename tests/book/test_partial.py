@@ -20,7 +20,7 @@ from mxfp4.studies.scales import CPU, SCALES
 from mxfp4.studies.store import Store
 from tests.fakes.runs import put_arms
 
-NO_RUNS = ("format", "hadamard", "kernels", "mlperf")
+NO_RUNS = ("families", "format", "gemms", "hadamard", "kernels", "mlperf", "statistics")
 """Chapters that show no run of ours."""
 PROBED = ("bf16", "fp8", "mxfp4", "mxfp4+sr", "mxfp4+rht16", "mxfp4+h16", "ti2d")
 CHAPTERS = [p for p in chapter_sources() if p.stem not in NO_RUNS]

@@ -285,7 +285,8 @@ def test_an_arm_that_fails_takes_nothing_with_it(store):
 def test_an_arm_whose_process_is_killed_takes_nothing_with_it(store):
     corpus = Broken(fingerprint="kill")
     summary = run_plan(small(recipes=("bf16",), seeds=(1, 0)), store, jobs=2, device="cpu", corpus=corpus)
-    assert summary.failed == {"bf16-s1": "its process ended with exit code -9"} and summary.trained == ["bf16-s0"]
+    why = "its process ended with exit code -9; twice at step 3: the arm's own fault"
+    assert summary.failed == {"bf16-s1": why} and summary.trained == ["bf16-s0"]
 
 
 @pytest.mark.parametrize("jobs", [1, 2])

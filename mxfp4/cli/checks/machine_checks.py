@@ -290,7 +290,7 @@ def host_memory(scale: Scale) -> tuple[float, str]:
     if not machine.gpus:
         return MEMORY_GB * GB, "its processes"
     processes = scale.jobs * (scale.ranks_on(machine.gpus) if scale.spread else machine.gpus)
-    held = staged([scale.config("bf16", 0)] * scale.jobs, scale, machine, scale.jobs)
+    held = staged([scale.config("bf16", 0)] * scale.jobs, machine, scale.jobs)
     what = f"{processes} processes of {PROCESS_GB:g} GB" + (
         f", {STAGED} bytes a parameter of checkpoints in writing" if held else ""
     )
