@@ -131,7 +131,7 @@ def _setting(report: StudyReport) -> str:
         return text
     return (
         f"{text} The study is not complete: {done} of its {planned} main runs are recorded. Until it is, read "
-        "[the first study](first_study) too."
+        "[the first study](first_study.html) too."
     )
 
 

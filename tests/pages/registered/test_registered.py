@@ -77,7 +77,7 @@ def test_scatter_leaves_the_answer_undecided():
 def test_without_records_nothing_is_claimed(empty):
     text = answers.answer(empty)
     assert text.startswith("No two MXFP4 recipes have enough runs") and "0 of its 63 main runs" in text
-    assert "[the first study](first_study)" in text
+    assert "[the first study](first_study.html)" in text
     assert "rotation" not in text
     shown = answers.recipe_table(empty)
     assert (shown["own forward"] == "\N{EN DASH}").all() and (shown["seeds"] == 0).all()
