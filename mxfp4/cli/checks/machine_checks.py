@@ -283,14 +283,15 @@ def _memory(scale: Scale) -> Check:
 
 def host_memory(scale: Scale) -> tuple[float, str]:
     """(bytes of the machine's memory that a scale needs here, what for): a process for each arm or rank at a time, and
-    what holds the checkpoints of spread arms while they are written."""
+    what holds their checkpoints while they are written."""
     from mxfp4.studies.memory_check import GB, STAGED, machine_for, staged
 
     machine = machine_for(scale.name, None, None)
     if not machine.gpus:
         return MEMORY_GB * GB, "its processes"
     processes = scale.jobs * (scale.ranks_on(machine.gpus) if scale.spread else machine.gpus)
-    held = staged([scale.config("bf16", 0)] * scale.jobs, machine, scale.jobs)
+    arms = scale.jobs * (1 if scale.spread else machine.gpus)
+    held = staged([scale.config("bf16", 0)] * arms, machine, arms)
     what = f"{processes} processes of {PROCESS_GB:g} GB" + (
         f", {STAGED} bytes a parameter of checkpoints in writing" if held else ""
     )

@@ -310,7 +310,7 @@ def test_the_machines_memory_is_the_scales(node, monkeypatch):
     need, said = machine_checks.host_memory(get_scale("mi355x"))
     assert need == 8 * 3e9 + 12 * parameters and "8 processes" in said
     need, said = machine_checks.host_memory(get_scale("gpu"))
-    assert need == 8 * 3 * 3e9 and "24 processes" in said
+    assert need == 24 * (3e9 + 12 * get_scale("gpu").model.n_params()) and "24 processes" in said
     monkeypatch.setattr("mxfp4.studies.memory_check.ram", lambda: 64e9)
     small = status("memory", "mi355x")
     assert small.status == "missing" and small.value == "64 GB" and "needs 120 GB" in small.advice
