@@ -12,7 +12,9 @@ import contextlib
 import errno
 import os
 import socket
+import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -82,3 +84,17 @@ class Lock:
             return self.path.read_text(errors="replace").strip()
         except OSError:
             return ""
+
+
+@contextlib.contextmanager
+def held(folder: Path, doing: str) -> Iterator[None]:
+    """The lock beside `folder`, waited for with a line that says who has it; doing: what it does, as in "packs"."""
+    lock = Lock(folder.parent / f".{folder.name}.lock")
+    if not lock.acquire():
+        holder = lock.holder() or "another process"
+        print(f"waiting for another process that {doing} {folder.name} ({holder})", file=sys.stderr)
+        lock.acquire(wait=True)
+    try:
+        yield
+    finally:
+        lock.release()

@@ -37,7 +37,7 @@ from mxfp4.data.synthetic import SyntheticCorpus
 from mxfp4.data.tokenizer import LLAMA_VOCAB, TextTokenizer
 from mxfp4.directories import corpus_dir
 from mxfp4.errors import UserError
-from mxfp4.locks import Lock
+from mxfp4.locks import held
 
 JOURNAL = "journal.json"
 REVISION = "tokenizer-revision"
@@ -111,7 +111,7 @@ def prepare(
     if not rebuild and (packed := _whole(folder, given)):
         return packed
     try:
-        with _lock(folder):
+        with held(folder, "packs"):
             if not rebuild and (packed := _whole(folder, given)):  # another process packed it while this one waited
                 return packed
             _pack(corpus, vocab_size, folder, given, append_eod, progress)
@@ -156,20 +156,6 @@ def _whole(folder: Path, tokenizer: TextTokenizer | None) -> PackedCorpus | None
             f"{folder} was packed with another tokenizer than the one named: --rebuild packs it with this one"
         )
     return packed
-
-
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Exclusive among processes; released by the system if this one dies."""
-    lock = Lock(folder.parent / f".{folder.name}.lock")
-    if not lock.acquire():
-        holder = lock.holder() or "another process"
-        tqdm.write(f"waiting for another process that packs {folder.name} ({holder})", file=sys.stderr)
-        lock.acquire(wait=True)
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _pack(

@@ -20,25 +20,22 @@ anew; another content is refused.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from mxfp4.data.megatron.indexed_dataset import IndexedDataset, open_dataset
 from mxfp4.data.megatron.names import NAME, Files, parse
 from mxfp4.data.megatron.sample_order import SampleOrder, build_order
 from mxfp4.errors import UserError
-from mxfp4.locks import Lock
+from mxfp4.locks import held
 
 FORMAT = 1
 META = "meta.json"
@@ -80,24 +77,11 @@ def open_corpus(
         opened["validation"] = open_dataset(files.validation)
     built = False
     if rebuild or _stale(folder, opened):
-        with _locked(folder):
+        with held(folder, "prepares"):
             if rebuild or _stale(folder, opened):  # another process may have done it while this one waited
                 _hash(files, vocab_size, folder, opened, rebuild, progress)
                 built = True
     return MegatronCorpus(folder, json.loads((folder / META).read_text()), opened, token_bytes, built)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    lock = Lock(folder.parent / f".{folder.name}.lock")
-    if not lock.acquire():
-        holder = lock.holder() or "another process"
-        tqdm.write(f"waiting for another process that prepares {folder.name} ({holder})", file=sys.stderr)
-        lock.acquire(wait=True)
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _read(folder: Path) -> dict | None:
@@ -245,7 +229,7 @@ class MegatronCorpus:
         """Built by the first process that asks for it, then memory-mapped by all."""
         folder = self.folder / f"order-{seq_len}-{seed}"
         if not folder.is_dir():
-            with _locked(folder):
+            with held(folder, "prepares"):
                 if not folder.is_dir():
                     dataset, part = self._parts["train"]
                     work = self.folder / f".{folder.name}.partial"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
@@ -28,22 +29,22 @@ from mxfp4.numerics.kernels import HAS_TRITON
 from mxfp4.numerics.tensor import MXTensor
 
 
-class GemmBackend:
+class GemmBackend(ABC):
     """Multiplies a [M, K] and b [N, K], packed with blocks along K -> [M, N], FP32 accumulation."""
 
     name: str
 
+    @abstractmethod
     def missing(self) -> str | None:
         """Why it is not to be had here, in a phrase; None where it is."""
-        raise NotImplementedError
 
+    @abstractmethod
     def takes(self, a: MXTensor, b: MXTensor, dtype: torch.dtype) -> bool:
         """Whether it multiplies operands of these elements and sizes to a result in `dtype`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def multiply(self, a: MXTensor, b: MXTensor, dtype: torch.dtype) -> Tensor:
         """The product of operands that it takes."""
-        raise NotImplementedError
 
 
 def _fp4_to_bf16(a: MXTensor, b: MXTensor, dtype: torch.dtype) -> bool:
